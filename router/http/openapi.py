@@ -106,6 +106,13 @@ _RESPONSES: Final[dict[tuple[str, str], Schema]] = {
     ("post", "/v1/responses"): _RESPONSE,
     ("get", "/v1/responses/{response_id}"): _RESPONSE,
     ("delete", "/v1/responses/{response_id}"): _object(id=TEXT, object=_one_of("response"), deleted={"const": True}),
+    ("get", "/v1/responses/{response_id}/input_items"): _object(
+        object=_one_of("list"),
+        data=_list(_object(id=TEXT, type=TEXT)),
+        has_more={"type": "boolean"},
+        first_id=_OPTIONAL_TEXT,
+        last_id=_OPTIONAL_TEXT,
+    ),
     ("post", "/v1/responses/input_tokens"): _object(object=_one_of("response.input_tokens"), input_tokens=_COUNT),
     ("post", "/v1/embeddings"): _object(
         object=_one_of("list"),

@@ -129,6 +129,37 @@ def item_of(output: dict[str, Any]) -> InputItem:
     return _ITEM.validate_python(output)
 
 
+def listed_items(items: Sequence[InputItem], response_id: str) -> list[dict[str, Any]]:
+    """The items as GET /v1/responses/{response_id}/input_items returns them, each with an id. Searches of OpenAI's
+    servers are left out, as they are in the prompt."""
+    listed: list[dict[str, Any]] = []
+    for item in items:
+        fields = item.model_dump(exclude_none=True)
+        match item:
+            case MessageItem():
+                texts = [item.content] if isinstance(item.content, str) else [part.text for part in item.content]
+                of_text: dict[str, Any] = {"type": "input_text"}
+                if item.role == "assistant":
+                    of_text = {"type": "output_text", "annotations": [], "logprobs": []}
+                prefix, fields["content"] = "msg", [{**of_text, "text": text} for text in texts]
+            case FunctionCallItem():
+                prefix = "fc"
+            case CustomToolCallItem():
+                prefix = "ctc"
+            case CallOutputItem():
+                prefix = "fco" if item.type == "function_call_output" else "ctco"
+                if not isinstance(item.output, str):
+                    fields["output"] = [{"type": "input_text", "text": part.text} for part in item.output]
+            case ReasoningItem():
+                prefix = "rs"
+            case _:
+                continue
+        # No item of an output has such an id; see ResponsesRoutes.
+        item_id = f"{prefix}_{response_id.removeprefix('resp_')}_in{len(listed)}"
+        listed.append({"id": item_id, "status": "completed", **fields})
+    return listed
+
+
 def chat_of_items(items: Sequence[InputItem]) -> list[ChatFields]:
     """The messages of a chat. Reasoning, text and calls of one answer become one message of the assistant."""
     messages: list[ChatFields] = []

@@ -18,12 +18,13 @@ _MAX_BYTES: Final = 128 << 20
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     """`messages`: the whole chat up to and with this response, without instructions. `size`: its bytes in
-    memory; see measure_bytes."""
+    memory; see measure_bytes. `input_items`: those of the request; see listed_items."""
 
     tenant: str
     response: dict[str, Any]
     messages: Sequence[ChatFields]
     size: int
+    input_items: Sequence[dict[str, Any]] = ()
 
 
 @dataclass(slots=True)

@@ -15,17 +15,19 @@ from coatcheck.router.openai.chat_runner import ChatRunner
 from coatcheck.router.openai.request_body import in_thread_if_long
 from coatcheck.router.parsing.parts import Part
 from coatcheck.router.responses.input_items import (
-    ChatFields,
     InputItem,
     ItemReference,
+    MessageItem,
     chat_of_items,
     chat_of_parts,
     item_of,
+    listed_items,
 )
 from coatcheck.router.responses.response_store import ResponseStore, StoredResponse, measure_bytes
 from coatcheck.router.responses.responses_answer import ResponsesAnswer
 from coatcheck.router.responses.responses_request import ResponsesRequest
 
+_MAX_LISTED: Final = 100  # input items on a page
 _OBJECT_BYTES: Final = 1024  # memory that a stored response takes beside its fields
 _ITEM_ID: Final = re.compile(r"[a-z]{2,3}_(?P<response>[0-9a-f]{32})_(?P<index>[0-9]{1,6})")  # see ResponsesAnswer
 # Max log-probabilities of a response. The event loop encodes it, and this many take 0.1 s.
@@ -42,12 +44,15 @@ class ResponsesRoutes:
         app.add_api_route("/v1/responses/input_tokens", self.count_tokens, methods=["POST"], response_model=None)
         app.add_api_route("/v1/responses/{response_id}", self.retrieve, methods=["GET"], response_model=None)
         app.add_api_route("/v1/responses/{response_id}", self.delete, methods=["DELETE"], response_model=None)
+        path = "/v1/responses/{response_id}/input_items"
+        app.add_api_route(path, self.input_items, methods=["GET"], response_model=None)
 
     async def create(self, request: Request, body: ResponsesRequest) -> Response:
         """Generates a response to input items, in the form of OpenAI's Responses API."""
         tenant: str = request.scope["tenant"].name
         before = self._find_previous(body, tenant)
-        given = self._input_messages(body, tenant)
+        items = self._input_items(body, tenant)
+        given = chat_of_items(items)
         messages = [*(before.messages if before is not None else ()), *given]
         chat = await in_thread_if_long(request, lambda: body.to_chat(messages))
         if body.has_logprobs:
@@ -58,9 +63,11 @@ class ResponsesRoutes:
         def store(response: dict[str, Any], parts: Sequence[Part]) -> None:
             if body.store:
                 added = [*given, *chat_of_parts(parts)]
-                size = (before.size if before is not None else 0) + measure_bytes(added) + measure_bytes(response)
+                listed = listed_items(items, response["id"])
+                size = (before.size if before is not None else 0) + sum(map(measure_bytes, (added, response, listed)))
                 whole = [*(before.messages if before is not None else ()), *added]
-                self._store.add_response(StoredResponse(tenant, response, whole, size + _OBJECT_BYTES + 8 * len(whole)))
+                size += _OBJECT_BYTES + 8 * len(whole)
+                self._store.add_response(StoredResponse(tenant, response, whole, size, listed))
 
         return await self._chats.run(
             request,
@@ -80,7 +87,8 @@ class ResponsesRoutes:
         """Counts the tokens of a response's prompt."""
         tenant: str = request.scope["tenant"].name
         before = self._find_previous(body, tenant)
-        messages = [*(before.messages if before is not None else ()), *self._input_messages(body, tenant)]
+        given = chat_of_items(self._input_items(body, tenant))
+        messages = [*(before.messages if before is not None else ()), *given]
         chat = await in_thread_if_long(request, lambda: body.to_chat(messages))
         return {"object": "response.input_tokens", "input_tokens": await self._chats.count_tokens(request, chat)}
 
@@ -95,17 +103,38 @@ class ResponsesRoutes:
             return _not_found(response_id)
         return AsciiJsonResponse({"id": response_id, "object": "response", "deleted": True})
 
-    def _input_messages(self, body: ResponsesRequest, tenant: str) -> list[ChatFields]:
-        """The messages of the body's input. Raises InvalidParameter for a reference to an item that is not kept, and
-        for two references to one item: with many, a short body could make a prompt of gigabytes."""
+    async def input_items(self, request: Request, response_id: str) -> Response:
+        """Lists the input items of the request for a response that is still kept. Of the query, `limit` is the most
+        items that are listed, `order` is "asc" or "desc", and the list begins behind the item with the id `after`."""
+        limit, order, after = (
+            request.query_params.get(name, usual) for name, usual in (("limit", "20"), ("order", "desc"), ("after", ""))
+        )
+        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MAX_LISTED):
+            raise InvalidParameter("limit", f"is {limit[:20]!r}; it must be from 1 to {_MAX_LISTED}")
+        if order not in ("asc", "desc"):
+            raise InvalidParameter("order", f"is {order[:20]!r}; it must be asc or desc")
+        stored = self._store.find_response(response_id, request.scope["tenant"].name)
+        if stored is None:
+            return _not_found(response_id)
+        items = list(stored.input_items if order == "asc" else reversed(stored.input_items))
+        start = next((index + 1 for index, item in enumerate(items) if item["id"] == after), 0)
+        if after and not start:
+            raise InvalidParameter("after", f"is {after[:80]!r}, which is no input item of this response")
+        shown = items[start : start + int(limit)]
+        return AsciiJsonResponse({
+            "object": "list", "data": shown, "has_more": start + len(shown) < len(items),
+            "first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None,
+        })  # fmt: skip
+
+    def _input_items(self, body: ResponsesRequest, tenant: str) -> list[InputItem]:
+        """The items of the body's input. Raises InvalidParameter for a reference to an item that is not kept, and for
+        two references to one item: with many, a short body could make a prompt of gigabytes."""
         if isinstance(body.input, str):
-            return [{"role": "user", "content": body.input}]
+            return [MessageItem(role="user", content=body.input)]
         references = [item.id for item in body.input if isinstance(item, ItemReference)]
         if len(set(references)) < len(references):
             raise InvalidParameter("input", "refers to an item more than once; send the further copies themselves")
-        return chat_of_items(
-            [self._find_item(item.id, tenant) if isinstance(item, ItemReference) else item for item in body.input]
-        )
+        return [self._find_item(item.id, tenant) if isinstance(item, ItemReference) else item for item in body.input]
 
     def _find_item(self, item_id: str, tenant: str) -> InputItem:
         """The item of a response's output with this id."""

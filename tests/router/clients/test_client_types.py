@@ -8,13 +8,13 @@ EXTENSIONS.
 import json
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any, Union, get_args
 
 import pytest
 from anthropic.types import Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from coatcheck.router.text.tokenizer import TokenizerJson
@@ -57,12 +57,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TokenizerJson:
 
 
 def check(kind: Any, value: dict[str, Any]) -> Any:
-    """The value as an object of the client's type. Of a union the class with the value's type is meant."""
+    """The value as an object of the client's type. Of a union the classes with the value's type are meant."""
     classes: list[Any] = [
         one for one in get_args(get_args(kind)[0] if get_args(kind) else kind) if isinstance(one, type)
     ]
     named = [one for one in classes if value["type"] in get_args(one.model_fields["type"].annotation)]
-    made = TypeAdapter(named[0] if named else kind).validate_json(json.dumps(value), strict=True)
+    meant: Any = Union[tuple(named)] if named else kind  # noqa: UP007  # of as many classes as there are
+    made: Any = TypeAdapter(meant).validate_json(json.dumps(value), strict=True)
     unknown = [(name, field) for name, field in extra_fields(made) if field not in EXTENSIONS.get(name, ())]
     assert unknown == [], value
     return made
@@ -254,6 +255,39 @@ async def test_messages(start_http_router: StartHttpRouter, model: TokenizerJson
     assert not is_open and len(blocks) == len(whole.content)
     assert whole.usage.output_tokens_details.thinking_tokens > 0
     assert whole.usage.output_tokens >= whole.usage.output_tokens_details.thinking_tokens
+
+
+async def test_the_input_items_of_a_response(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """As the client lists them: page after page, in both orders."""
+    router = await start_http_router(saying(ANSWER), tokenizer=model)
+    call = {"call_id": "c", "name": "weather", "arguments": "{}"}
+    given: Any = [
+        {"role": "user", "content": "hello"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "so"}]},
+        {"type": "function_call", **call}, {"type": "function_call_output", "call_id": "c", "output": "rain"},
+        {"type": "custom_tool_call", "call_id": "d", "name": "patch", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "done"}]},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"role": "user", "content": [{"type": "input_text", "text": "and"}, {"type": "input_text", "text": "now?"}]},
+    ]  # fmt: skip
+    made = await router.openai.responses.create(model="tiny", input=given, max_output_tokens=400)
+    path = f"/v1/responses/{made.id}/input_items"
+    listed = (await ask(router, f"{path}?order=asc&limit=100"))["data"]
+    shown = [check(ResponseItem, item) for item in listed]
+    kinds = [item.type for item in shown]
+    assert kinds == [item.get("type", "message") for item in given if item.get("type") != "web_search_call"]
+    assert [part.text for part in shown[-1].content] == ["and", "now?"]
+    pages = router.openai.responses.input_items.list(made.id, limit=3)
+    assert [item.id async for item in pages] == [item["id"] for item in reversed(listed)]
+    assert len({item["id"] for item in listed}) == 8
+    text = await router.openai.responses.create(model="tiny", input="hello", max_output_tokens=400)
+    (only,) = (await ask(router, f"/v1/responses/{text.id}/input_items"))["data"]
+    assert only["content"] == [{"type": "input_text", "text": "hello"}]
+    for wrong in ("after=x", "limit=0", "limit=101", "limit=a", "order=up"):
+        status, _, words = await router.request("GET", f"{path}?{wrong}")
+        assert status == 400 and json.loads(words)["error"]["param"] == wrong.partition("=")[0], words
+    assert (await router.request("GET", "/v1/responses/x/input_items"))[0] == 404
 
 
 async def test_models_in_anthropic_s_form(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
