@@ -126,15 +126,12 @@ static void pack_floats(const Linear *l, int64_t first, int64_t m, int64_t from,
     for (int64_t i = 0; i < m; i++) rows[i] = source_row(l, first + i, type);
     int64_t k = from;
     for (; m <= LANES && !order && k + LANES <= min_i64(to, depth); k += LANES, packed += LANES * m) {
-        float square[LANES * LANES], columns[LANES * LANES], lines[LANES * LANES + LANES];
-        const uint32_t *side[LANES];
-        for (int64_t i = 0; i < LANES; i++) {
-            store_floats(square + i * LANES, load_vector(rows[min_i64(i, m - 1)], k, type));
-            side[i] = (const uint32_t *)square + i * LANES;
-        }
-        transpose(side, LANES, (uint32_t *)columns, LANES);
+        float square[LANES * LANES], lines[LANES * LANES + LANES];
+        Words columns[LANES];
+        for (int64_t i = 0; i < LANES; i++) store_floats(square + i * LANES, load_vector(rows[min_i64(i, m - 1)], k, type));
+        transpose((const uint8_t *)square, VECTOR_BYTES, LANES, columns);
         /* A store writes LANES floats, of which m are right; the next one overwrites the rest. */
-        for (int64_t c = 0; c < LANES; c++) store_floats(lines + c * m, load_floats(columns + c * LANES));
+        for (int64_t c = 0; c < LANES; c++) store_floats(lines + c * m, (Floats)columns[c]);
         memcpy(packed, lines, LANES * m * sizeof(float));
     }
     for (; k < to; k++, packed += m)

@@ -114,6 +114,30 @@ def test_results_do_not_depend_on_batch_and_chunks(dtype: torch.dtype) -> None:
         assert torch.equal(whole[first:last], part)
 
 
+@pairwise(
+    ("dtype", [torch.float32, torch.bfloat16]),
+    ("heads", [1, 2, 3, 4, 6, 7]),
+    ("dim", [32, 64, 128]),
+    ("window", [0, 20]),
+    ("softcap", [0.0, 5.0, 30.0]),
+    ("kv", [None, torch.float8_e4m3fn, torch.int8, torch.uint8]),
+)
+def test_a_decode_has_the_bits_of_a_prefill(
+    dtype: torch.dtype, heads: int, dim: int, window: int, softcap: float, kv: torch.dtype | None
+) -> None:
+    """Each query of a prefill has the bits that a decode at its position gives, with window and soft-cap too."""
+    batch = Batch([(130, 130)], 2 * heads, 2, dim, dtype, kv=kv)
+    options: dict[str, Any] = {"scale": batch.scale, "sliding_window": window, "softcap": softcap}
+    prefill = batch.run(**options)
+    for query in (0, 1, 15, 40, 63, 64, 100, 129):
+        decode = paged_attention(
+            batch.q[query : query + 1], batch.cache, block_tables=batch.block_tables,
+            seq_lens=torch.tensor([query + 1], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32), **options,
+        )  # fmt: skip
+        assert torch.equal(prefill[query], decode[0])
+
+
 def test_shared_blocks_give_both_sequences_their_prefix() -> None:
     """Two sequences with the same blocks in their tables get the same result."""
     batch = Batch([(1, 40), (1, 40)], 4, 2, 64, torch.bfloat16)

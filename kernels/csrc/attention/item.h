@@ -20,7 +20,7 @@
 #define PART 16      /* keys that are interleaved in a packed chunk */
 #define MAX_ROPE 64
 #define MAX_VALUE 512
-#define PAIR (HAS_DOT ? 2 : 1) /* elements of a word */
+#define PAIR (HAS_DOT ? 2 : 1) /* elements of a packed word: two of bfloat16, or one of float32 */
 #define MAX_WORDS ((512 + MAX_ROPE) / PAIR)
 #define LOG2E 1.44269504088896f
 
@@ -32,23 +32,43 @@ typedef struct {
     float *partial;                /* [rows][value_dim + 2]: a decode's split stores (o, peak, sum); or null */
 } Item;
 
+/* The parts of a chunk: PART keys, or their values, whose rows are contiguous. In the cache or, if they were copied, in
+ * the working memory. */
 typedef struct {
-    uint32_t q[ROWS * MAX_WORDS];         /* tiles of [words][m]; for AMX [ROWS][words] */
-    uint32_t k[CHUNK * MAX_WORDS];        /* [4 parts][words][16 keys] */
-    uint32_t v[CHUNK / PAIR * MAX_VALUE]; /* [words][value_dim]; for AMX tiles of [words][16 dimensions] */
-    uint32_t p[TILE * CHUNK / PAIR];     /* the weights, [m][words] */
+    int64_t count; /* of the chunk's keys that are read */
+    int64_t k_stride, v_stride, rope_stride; /* bytes from one row to the next */
+    const uint8_t *k[CHUNK / PART], *v[CHUNK / PART], *rope[CHUNK / PART];
+    const uint16_t *k_scales[CHUNK / PART], *v_scales[CHUNK / PART];
+} Parts;
+
+typedef struct {
+    Parts parts[2], *now, *next;      /* of this chunk, and of the one that is read after it, or null */
+    uint32_t q[ROWS * MAX_WORDS];     /* tiles of [words][m]; for AMX [ROWS][words] */
+    uint32_t k[CHUNK * MAX_WORDS];    /* [4 parts][words][16 keys] */
+    uint32_t v[HAS_DOT ? CHUNK / 2 * MAX_VALUE : 1]; /* [pairs of keys][value_dim]; for AMX tiles of [pairs][16
+                                                        dimensions]. Without pairs, values are read in place. */
+    uint32_t p[TILE * CHUNK / PAIR];  /* the weights, [m][words] */
     float score[TILE * CHUNK], rope_score[TILE * CHUNK];
     float o[ROWS * MAX_VALUE], all[ROWS * MAX_VALUE];
     Floats sum[ROWS];
     float peak[ROWS], all_sum[ROWS], all_peak[ROWS];
     float k_scales[CHUNK], v_scales[CHUNK], rope_scales[CHUNK];
-    uint32_t wide_k[CHUNK * MAX_VALUE / PAIR], wide_rope[CHUNK * MAX_ROPE / PAIR];
-    uint32_t wide_v[HAS_DOT ? CHUNK * MAX_VALUE / PAIR : 1]; /* float32 values go to v directly */
+    uint32_t wide_k[CHUNK * MAX_VALUE / PAIR], wide_v[CHUNK * MAX_VALUE / PAIR]; /* copies of rows */
+    uint32_t wide_rope[CHUNK * MAX_ROPE / PAIR];
 } Scratch;
 
-/* How many words a row of `dim` elements takes, and how many a key takes (its cache row, then its rotary row). */
+/* For functions whose sums must have the same bits wherever they are called: the compiler may fuse a multiplication and
+ * an addition in one inlined copy and not in another. Then a row's bits would depend on the other rows of its tile. */
+#define ONE_COPY static __attribute__((noinline))
+
+/* Words of a packed row, in whole steps; and of a packed key or query: its cache row, then its rotary row. */
 INLINE int64_t row_words(int64_t dim) { return (dim / PAIR + WORD_STEP - 1) / WORD_STEP * WORD_STEP; }
 INLINE int64_t key_words(const Attention *a) { return row_words(a->cache->dim) + row_words(a->rope_dim); }
+
+/* The type of the rows that are packed: quantised ones were converted to bfloat16, float16 to float32. */
+INLINE int row_type(const Attention *a) {
+    return HAS_DOT || (a->cache->kind != F32 && a->cache->kind != F16) ? BF16 : F32;
+}
 
 #if HAS_DOT
 /* 2^x for x <= 0, with an error of 4e-6: vreduceps gives the fraction, a polynomial its power, and vscalefps scales by

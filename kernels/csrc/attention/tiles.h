@@ -52,13 +52,13 @@ INLINE void add_tile(const Scratch *s, float *o, int64_t dim, const uint32_t *v)
 
 /* As add_tile, for four tiles of dimensions. */
 INLINE void add_four(const Scratch *s, float *o, int64_t dim, const uint32_t *v) {
-    const int64_t next = CHUNK / PAIR * LANES;
+    const int64_t next = CHUNK / 2 * LANES;
     _tile_loadd(0, o, dim * 4);
     _tile_loadd(1, o + LANES, dim * 4);
     _tile_loadd(2, o + 2 * LANES, dim * 4);
     _tile_loadd(3, o + 3 * LANES, dim * 4);
 #pragma GCC unroll 2
-    for (int64_t w = 0; w < CHUNK / PAIR; w += TILE_WORDS, v += TILE_WORDS * LANES) {
+    for (int64_t w = 0; w < CHUNK / 2; w += TILE_WORDS, v += TILE_WORDS * LANES) {
         _tile_loadd(4, s->p + w, 2 * CHUNK);
         _tile_loadd(5, v, 64);
         _tile_dpbf16ps(0, 4, 5);
@@ -149,7 +149,7 @@ static void soften(const Attention *a, Scratch *s, int64_t row, int64_t m) {
             for (int j = 0; j < CHUNK / LANES; j++) x[j] *= load_floats(s->v_scales + j * LANES);
 #pragma GCC unroll 2
         for (int j = 0; j < CHUNK / LANES; j += 2)
-            _mm512_storeu_si512(s->p + (i * CHUNK + j * LANES) / PAIR,
+            _mm512_storeu_si512(s->p + (i * CHUNK + j * LANES) / 2,
                                 (__m512i)_mm512_cvtne2ps_pbh((__m512)x[j + 1], (__m512)x[j]));
         if (decays[i] == 1.0f) continue;
         float *o = s->o + (row + i) * dim;
@@ -173,6 +173,6 @@ static void attend(const Item *it, Scratch *s, int64_t row, int64_t m, int64_t c
     soften(a, s, row, m);
     float *o = s->o + row * dim;
     int64_t d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) add_four(s, o + d, dim, s->v + d * (CHUNK / PAIR));
-    for (; d < dim; d += LANES) add_tile(s, o + d, dim, s->v + d * (CHUNK / PAIR));
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) add_four(s, o + d, dim, s->v + d * (CHUNK / 2));
+    for (; d < dim; d += LANES) add_tile(s, o + d, dim, s->v + d * (CHUNK / 2));
 }

@@ -2,69 +2,97 @@
 #pragma once
 #include "attention/item.h"
 
-INLINE Floats add_product(Floats sum, Words a, uint32_t b) {
-    return HAS_DOT ? add_dot(sum, a, (Words){} + b) : sum + (Floats)a * from_bits(b);
+INLINE Floats add_product(Floats sum, Words a, Words b) {
+    return HAS_DOT ? add_dot(sum, a, b) : sum + (Floats)a * (Floats)b;
 }
 
-/* acc[m][n] += a [count][n vectors, `stride` words apart] times b, m of them b_row words apart in steps of b_step. */
-INLINE void multiply(const int m, const int n, Floats *acc, const uint32_t *const *a, int64_t stride, const uint32_t *b,
-                     int64_t b_row, int64_t b_step, int64_t count) {
-    const uint32_t *at[4];
-#pragma GCC unroll 4
-    for (int j = 0; j < n; j++) at[j] = a[j];
-    for (int64_t t = 0; t < count; t++, b += b_step) {
-        Words loaded[4];
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) loaded[j] = load_words(at[j] + t * stride);
-#pragma GCC unroll 6
-        for (int i = 0; i < m; i++)
-#pragma GCC unroll 4
-            for (int j = 0; j < n; j++) acc[i * n + j] = add_product(acc[i * n + j], loaded[j], b[i * b_row]);
+/* acc [m][n] += the words scalar(0 to m - 1), each times the vectors vector(0 to n - 1). The fewer operands are loaded
+ * first and stay in registers, so that there is a register for each of the others and for each sum. */
+#define ADD_PRODUCTS(vector, scalar) \
+    if (m <= n) { \
+        Words held[6]; \
+        _Pragma("GCC unroll 6") for (int i = 0; i < m; i++) held[i] = (Words){} + scalar(i); \
+        _Pragma("GCC unroll 8") for (int j = 0; j < n; j++) { \
+            const Words loaded = vector(j); \
+            _Pragma("GCC unroll 6") for (int i = 0; i < m; i++) \
+                acc[i * n + j] = add_product(acc[i * n + j], loaded, held[i]); \
+        } \
+    } else { \
+        Words held[8]; \
+        _Pragma("GCC unroll 8") for (int j = 0; j < n; j++) held[j] = vector(j); \
+        _Pragma("GCC unroll 6") for (int i = 0; i < m; i++) { \
+            const Words loaded = (Words){} + scalar(i); \
+            _Pragma("GCC unroll 8") for (int j = 0; j < n; j++) \
+                acc[i * n + j] = add_product(acc[i * n + j], held[j], loaded); \
+        } \
     }
-}
 
-/* scores [m][CHUNK]: the products of m rows and the chunk's keys over `count` words from `first` on, computed n vectors
- * of keys at a time. */
+/* scores [m][CHUNK]: the products of m rows and the chunk's first `end` keys over words [first, first + count), n vectors
+ * of keys at a time. Prefetches the keys of the next chunk, `ahead` bytes of each part for a word; 0: none. */
 INLINE void score(const int m, const int n, const Scratch *s, const uint32_t *q, int64_t words, int64_t first,
-                  int64_t count, float *to) {
-    for (int64_t key = 0; key < CHUNK; key += n * LANES) {
+                  int64_t count, int64_t end, float *to, int64_t ahead) {
+    for (int64_t key = 0; key < end; key += n * LANES) {
         Floats acc[ACCUMULATORS];
-        const uint32_t *keys[4];
+        const uint32_t *keys[8];
+        const uint8_t *next[4];
+        const int parts = (n * LANES + PART - 1) / PART;
+#pragma GCC unroll 4
+        for (int i = 0; i < parts; i++) next[i] = ahead ? s->next->k[key / PART + i] : (const uint8_t *)s->q;
 #pragma GCC unroll 24
         for (int i = 0; i < m * n; i++) acc[i] = (Floats){};
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < n; j++)
             keys[j] = s->k + ((key + j * LANES) / PART * words + first) * PART + (key + j * LANES) % PART;
-        multiply(m, n, acc, keys, PART, q + first * m, 1, m, count);
+        for (int64_t w = 0; w < count; w++) {
+#pragma GCC unroll 4
+            for (int i = 0; i < parts; i++) __builtin_prefetch(next[i] + w * ahead, 0, 2);
+#define QUERY(i) q[(first + w) * m + i]
+#define KEYS(j) load_words(keys[j] + w * PART)
+            ADD_PRODUCTS(KEYS, QUERY)
+        }
 #pragma GCC unroll 6
         for (int i = 0; i < m; i++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int j = 0; j < n; j++) store_floats(to + i * CHUNK + key + j * LANES, acc[i * n + j]);
     }
 }
 
-/* o [m][dim] = o * decay + the chunk's weights times its values, for n vectors of dimensions from d on. */
-INLINE void add_values(const int m, const int n, Scratch *s, int64_t row, int64_t dim, int64_t d, int64_t count,
-                       const float *decay) {
+/* o [m][dim] = o * decay + the chunk's weights times its first `count` values, for n vectors of dimensions from d on.
+ * Prefetches the same part of the next chunk's values, which are `ahead` bytes apart; 0: none. */
+INLINE void add_values(const int m, const int n, const int type, Scratch *s, int64_t row, int64_t dim, int64_t d,
+                       int64_t count, const float *decay, int64_t ahead) {
     Floats acc[ACCUMULATORS];
-    const uint32_t *values[4];
-#pragma GCC unroll 4
-    for (int j = 0; j < n; j++) values[j] = s->v + d + j * LANES;
 #pragma GCC unroll 6
     for (int i = 0; i < m; i++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < n; j++) acc[i * n + j] = load_floats(s->o + (row + i) * dim + d + j * LANES) * decay[i];
-    multiply(m, n, acc, values, dim, s->p, CHUNK / PAIR, 1, count);
+#define WEIGHT(i) s->p[i * (CHUNK / PAIR) + t]
+#if HAS_DOT
+#define VALUES(j) load_words(s->v + t * dim + d + j * LANES)
+#else
+#define VALUES(j) ((Words)load_vector(values, d + j * LANES, type))
+#endif
+    for (int64_t first = 0; first < count; first += PART) {
+        const uint8_t *next = ahead ? s->next->v[first / PART] + d * ahead / dim : (const uint8_t *)s->q;
+        const uint8_t *values = s->now->v[first / PART];
+        const int64_t end = min_i64(first + PART, count);
+        for (int64_t t = first / PAIR; t < (end + PAIR - 1) / PAIR; t++) {
+#pragma GCC unroll 2
+            for (int i = 0; i < PAIR; i++, next += ahead) __builtin_prefetch(next, 0, 2);
+            ADD_PRODUCTS(VALUES, WEIGHT)
+            values += s->now->v_stride;
+        }
+    }
 #pragma GCC unroll 6
     for (int i = 0; i < m; i++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < n; j++) store_floats(s->o + (row + i) * dim + d + j * LANES, acc[i * n + j]);
 }
 
 /* Online softmax of one row: turns its scores of the chunk into weights. `position`: the row's position in its
  * sequence. Returns the factor by which the row's sums so far must be multiplied. */
-INLINE float soften(const Item *it, Scratch *s, int64_t row, int64_t position, int64_t chunk, const float *scores,
-                    const float *rope_scores, void *weights) {
+ONE_COPY float soften(const Item *it, Scratch *s, int64_t row, int64_t position, int64_t chunk, const float *scores,
+                      const float *rope_scores, void *weights) {
     const Attention *a = it->a;
     /* Scores become powers of two: one multiplication, fused with the subtraction of the peak. */
     const float unit = a->softcap > 0 ? 1.0f : a->scale * LOG2E;
@@ -104,29 +132,36 @@ INLINE float soften(const Item *it, Scratch *s, int64_t row, int64_t position, i
 }
 
 /* One chunk for rows [row, row + m) of the item: scores, online softmax, weighted values. */
-INLINE void attend_rows(const int m, const Item *it, Scratch *s, int64_t row, int64_t chunk) {
-    const int n = m * 4 <= ACCUMULATORS ? 4 : 2;
+INLINE void attend_rows(const int m, const int type, const Item *it, Scratch *s, int64_t row, int64_t chunk) {
+    const int n = m == 1 && LANES * 8 <= CHUNK ? 8 : m * 4 <= ACCUMULATORS ? 4 : 2;
     const Attention *a = it->a;
     const int64_t dim = a->value_dim, words = key_words(a);
     const int64_t shift = it->seq_len - it->q_len;
     const int64_t first = shift + (it->row + row) / it->group, last = shift + (it->row + row + m - 1) / it->group;
     if (chunk > last || (a->window && chunk + CHUNK <= first - a->window + 1)) return;
+    const int64_t count = min_i64(CHUNK, last - chunk + 1);
+    const int64_t ahead = row == 0 && s->next ? a->cache->row_bytes : 0;
     float decay[TILE];
+    const uint32_t *q = s->q + row * words;
     /* With scales, a key's cache row and rotary row have one each: their scores are scaled and then added. */
     const int64_t together = a->rope_dim && a->cache->k_scales ? row_words(a->cache->dim) : words;
-    score(m, n, s, s->q + row * words, words, 0, together, s->score);
-    if (together < words) score(m, n, s, s->q + row * words, words, together, words - together, s->rope_score);
+    const int64_t ahead_of_word = ahead * PART / row_words(a->cache->dim);
+    score(m, n, s, q, words, 0, together, count, s->score, ahead_of_word);
+    if (together < words) score(m, n, s, q, words, together, words - together, count, s->rope_score, 0);
     for (int i = 0; i < m; i++)
         decay[i] = soften(it, s, row + i, shift + (it->row + row + i) / it->group, chunk, s->score + i * CHUNK,
                           s->rope_score + i * CHUNK, s->p + i * (CHUNK / PAIR));
-    const int64_t count = min_i64(CHUNK, last - chunk + PAIR) / PAIR;
+    const int64_t v_ahead = a->values_are_keys ? 0 : ahead;
     int64_t d = 0;
-    for (; d + n * LANES <= dim; d += n * LANES) add_values(m, n, s, row, dim, d, count, decay);
-    for (; d < dim; d += LANES) add_values(m, 1, s, row, dim, d, count, decay);
+    for (; d + n * LANES <= dim; d += n * LANES) add_values(m, n, type, s, row, dim, d, count, decay, v_ahead);
+    for (; d < dim; d += LANES) add_values(m, 1, type, s, row, dim, d, count, decay, v_ahead);
 }
 
 #define CASE(M) \
-    case M: attend_rows(M, it, s, row, chunk); break;
+    case M: \
+        if (HAS_DOT || row_type(it->a) == BF16) attend_rows(M, BF16, it, s, row, chunk); \
+        else attend_rows(M, F32, it, s, row, chunk); \
+        break;
 
 static void attend(const Item *it, Scratch *s, int64_t row, int64_t m, int64_t chunk) {
     switch (m) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }

@@ -1,17 +1,15 @@
 /* Transposes a square of 32-bit words, one vector wide. */
 #pragma once
 #include "simd/vectors.h"
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
-/* to[column * stride + row] = rows[row][column] for LANES rows and the first `columns`, LANES or half of it. */
-INLINE void transpose(const uint32_t *const rows[LANES], int64_t columns, uint32_t *to, int64_t stride) {
+/* columns[c][row] = word c of the row that begins `row * stride` bytes behind `rows`, for LANES rows and the first
+ * `count` columns: LANES, or half of it. */
+INLINE void transpose(const uint8_t *rows, int64_t stride, int64_t count, Words columns[LANES]) {
 #if defined(__AVX512F__)
-    const __mmask16 mask = columns == LANES ? 0xFFFF : 0x00FF;
+    const __mmask16 mask = count == LANES ? 0xFFFF : 0x00FF;
     __m512i r[16], t[16];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi32(mask, rows[i]);
+    for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi32(mask, rows + i * stride);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
         t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
@@ -33,37 +31,39 @@ INLINE void transpose(const uint32_t *const rows[LANES], int64_t columns, uint32
     }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+        columns[i] = (Words)_mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        columns[i + 4] = (Words)_mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+        columns[i + 8] = (Words)_mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+        columns[i + 12] = (Words)_mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
-        if (i < 8 || columns == LANES) _mm512_storeu_si512(to + i * stride, r[i]);
 #elif defined(__AVX2__)
-    __m256 r[8], t[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps((const float *)rows[i]);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
-    }
+    (void)count;
 #pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-        r[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
-        r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
-        r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
-        r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
-    }
+    for (int c = 0; c < 8; c += 4) {
+        __m256 r[4], t[4];
+        /* Rows i and i + 4 side by side: the rest then stays within the halves of a register. */
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps((float *)to + i * stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-        _mm256_storeu_ps((float *)to + (i + 4) * stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+        for (int i = 0; i < 4; i++) {
+            const __m256 low = _mm256_castps128_ps256(_mm_loadu_ps((const float *)(rows + i * stride) + c));
+            r[i] = _mm256_insertf128_ps(low, _mm_loadu_ps((const float *)(rows + (i + 4) * stride) + c), 1);
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < 4; i += 2) {
+            t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+            t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+        }
+        columns[c] = (Words)_mm256_shuffle_ps(t[0], t[2], 0x44);
+        columns[c + 1] = (Words)_mm256_shuffle_ps(t[0], t[2], 0xee);
+        columns[c + 2] = (Words)_mm256_shuffle_ps(t[1], t[3], 0x44);
+        columns[c + 3] = (Words)_mm256_shuffle_ps(t[1], t[3], 0xee);
     }
 #else
-    for (int64_t c = 0; c < columns; c++)
-        for (int64_t r = 0; r < LANES; r++) to[c * stride + r] = rows[r][c];
+    for (int64_t c = 0; c < LANES; c++) {
+        uint32_t column[LANES];
+        for (int64_t row = 0; row < LANES; row++)
+            if (c < count) memcpy(column + row, rows + row * stride + c * 4, 4);
+            else column[row] = 0;
+        memcpy(columns + c, column, sizeof column);
+    }
 #endif
 }

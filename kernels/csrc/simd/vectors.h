@@ -2,6 +2,9 @@
  * comparisons and shifts, and fuses a * b + c if the class can. So one source serves AVX-512, AVX2, SSE2 and NEON. */
 #pragma once
 #include "simd/scalar.h"
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define VECTOR_BYTES 64
@@ -42,9 +45,13 @@ INLINE void store_floats(void *to, Floats x) { memcpy(to, &x, sizeof x); }
 
 /* bfloat16 is the upper half of a float32. */
 INLINE Floats load_bf16(const void *from) {
+#if VECTOR_BYTES == 32 /* for which GCC would split the load in two */
+    return (Floats)((Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(from)) << 16);
+#else
     Halves x;
     memcpy(&x, from, sizeof x);
     return (Floats)(__builtin_convertvector(x, Words) << 16);
+#endif
 }
 
 /* Element i of a row of `type` and the LANES - 1 after it. */
@@ -56,9 +63,6 @@ INLINE Floats load_vector(const void *row, int64_t i, int type) {
 INLINE Floats low_of(Words pairs) { return (Floats)(pairs << 16); }
 INLINE Floats high_of(Words pairs) { return (Floats)(pairs & 0xFFFF0000u); }
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
 #ifdef __AVX512BF16__
 #define HAS_DOT 1
 /* Rounds to nearest, ties to even, as to_bf16 does; numbers below 2^-126 become 0. */

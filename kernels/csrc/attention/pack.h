@@ -1,0 +1,224 @@
+/* Finds, prefetches and packs the keys, values and queries of an item. The inner loops read the packed forms. */
+#pragma once
+#include "attention/item.h"
+#include "simd/transpose.h"
+#if HAS_DOT
+#include "simd/widen_bf16.h"
+#endif
+
+/* Finds the parts of the chunk that begins at key `from`, up to key `to`. A part lies in one block, except if the block
+ * size is no multiple of PART: then its pointers are only good for prefetches, and pack copies the rows. */
+static void find_parts(const Item *it, int64_t from, int64_t to, Parts *parts) {
+    const Attention *a = it->a;
+    const KvCache *cache = a->cache;
+    const int32_t *table = a->tables + it->seq * a->table_stride;
+    parts->count = min_i64(CHUNK, to - from);
+    parts->k_stride = parts->v_stride = cache->row_bytes, parts->rope_stride = a->rope_row_bytes;
+    for (int64_t p = 0; p < CHUNK / PART; p++) {
+        /* The last part of a chunk stands for those that it lacks. */
+        const int64_t key = from + min_i64(p * PART, parts->count - 1) / PART * PART;
+        const int64_t id = table[key / cache->block_size], offset = key % cache->block_size;
+        const int64_t row = row_of(cache, it->kv_head, offset);
+        parts->k[p] = cache->k + id * cache->k_block + row * cache->row_bytes;
+        parts->v[p] = a->values_are_keys ? parts->k[p] : cache->v + id * cache->v_block + row * cache->row_bytes;
+        if (a->rope_dim) parts->rope[p] = a->rope + id * a->rope_block + offset * a->rope_row_bytes;
+        if (!cache->k_scales) continue;
+        parts->k_scales[p] = cache->k_scales + id * cache->k_scales_block + row;
+        parts->v_scales[p] =
+            a->values_are_keys ? parts->k_scales[p] : cache->v_scales + id * cache->v_scales_block + row;
+    }
+}
+
+/* Blocks of a sequence are not contiguous in memory, so that the hardware cannot prefetch the next chunk. With AMX that
+ * is done here, AHEAD keys at a time between the packing of others. In vectors.h the inner loops prefetch. */
+#define AHEAD 4
+
+INLINE void prefetch_lines(const uint8_t *from, int64_t bytes) {
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
+}
+
+/* Prefetches keys [key, key + AHEAD) of a chunk, and their values. `next` null: none. */
+INLINE void prefetch_keys(const Attention *a, const Parts *next, int64_t key) {
+    if (!HAS_TILES || !next || key >= next->count) return;
+    const int64_t bytes = a->cache->row_bytes, at = key % PART * bytes;
+    prefetch_lines(next->k[key / PART] + at, AHEAD * bytes);
+    if (!a->values_are_keys) prefetch_lines(next->v[key / PART] + at, AHEAD * bytes);
+}
+
+/* Prefetches the rotary rows and the scales of part p. */
+INLINE void prefetch_rest(const Attention *a, const Parts *next, int64_t p) {
+    if (!next || p * PART >= next->count) return;
+    if (a->rope_dim) prefetch_lines(next->rope[p], PART * a->rope_row_bytes);
+    if (!a->cache->k_scales) return;
+    __builtin_prefetch(next->k_scales[p], 0, 2);
+    __builtin_prefetch(next->v_scales[p], 0, 2);
+}
+
+#if !HAS_DOT
+/* The bfloat16 that is exactly x. */
+INLINE uint16_t exact_bf16(float x) { return (uint16_t)(to_bits(x) >> 16); }
+
+INLINE void widen_quantised(uint16_t *to, const uint8_t *row, int64_t dim, int kind) {
+    if (kind == INT4) {
+        dim /= 2;
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++) {
+            to[i] = exact_bf16((float)((row[i] & 15) - 8));
+            to[i + dim] = exact_bf16((float)((row[i] >> 4) - 8));
+        }
+        return;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < dim; i++) to[i] = exact_bf16(element(row, i, kind));
+}
+
+/* Converts a quantised row to bfloat16, unscaled, which is exact, and a row of float16 to float32. */
+static void widen_row(void *to, const uint8_t *row, int64_t dim, int64_t kind) {
+    switch (kind) {
+    case FP8: widen_quantised(to, row, dim, FP8); break;
+    case INT8: widen_quantised(to, row, dim, INT8); break;
+    case INT4: widen_quantised(to, row, dim, INT4); break;
+    default:
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++) ((float *)to)[i] = from_f16(((const uint16_t *)row)[i]);
+    }
+}
+#endif
+
+/* Copies a row of a part, converted to row_type. */
+static void copy_row(const Attention *a, uint8_t *to, const uint8_t *row, int64_t dim) {
+    const int64_t kind = a->cache->kind, type = row_type(a);
+    if (kind == type) memcpy(to, row, dim * (type == BF16 ? 2 : 4));
+    else widen_row((void *)to, row, dim, kind);
+}
+
+/* Copies the rows of a chunk to the working memory. */
+static void copy_chunk(const Item *it, Scratch *s, int64_t chunk, Parts *parts) {
+    const Attention *a = it->a;
+    const KvCache *cache = a->cache;
+    const int64_t size = cache->block_size, bytes = cache->row_bytes, element_bytes = row_type(a) == BF16 ? 2 : 4;
+    parts->k_stride = cache->dim * element_bytes, parts->v_stride = a->value_dim * element_bytes;
+    parts->rope_stride = a->rope_dim * element_bytes;
+    for (int64_t j = 0; j < parts->count; j++) {
+        const int64_t id = a->tables[it->seq * a->table_stride + (chunk + j) / size], offset = (chunk + j) % size;
+        const int64_t row = row_of(cache, it->kv_head, offset);
+        uint8_t *k = (uint8_t *)s->wide_k + j * parts->k_stride;
+        uint8_t *v = a->values_are_keys ? k : (uint8_t *)s->wide_v + j * parts->v_stride;
+        uint8_t *rope = (uint8_t *)s->wide_rope + j * parts->rope_stride;
+        if (j % PART == 0) parts->k[j / PART] = k, parts->v[j / PART] = v, parts->rope[j / PART] = rope;
+        copy_row(a, k, cache->k + id * cache->k_block + row * bytes, cache->dim);
+        if (!a->values_are_keys) copy_row(a, v, cache->v + id * cache->v_block + row * bytes, a->value_dim);
+        if (a->rope_dim) copy_row(a, rope, a->rope + id * a->rope_block + offset * a->rope_row_bytes, a->rope_dim);
+        if (!cache->k_scales) continue;
+        s->k_scales[j] = from_f16(cache->k_scales[id * cache->k_scales_block + row]);
+        s->v_scales[j] =
+            a->values_are_keys ? s->k_scales[j] : from_f16(cache->v_scales[id * cache->v_scales_block + row]);
+        if (a->rope_dim) s->rope_scales[j] = from_f16(a->rope_scales[id * a->rope_scales_block + offset]);
+    }
+}
+
+/* Transposes a part of keys to words [dim / PAIR][PART], and fills up the last step of words with zeros. */
+INLINE void pack_keys(const uint8_t *rows, int64_t stride, int64_t dim, const int type, uint32_t *to) {
+    const int64_t words = type == BF16 ? dim / 2 : dim; /* of 32 bits in a row */
+    const int widens = type == BF16 && !HAS_DOT;        /* each pair to two words */
+    for (int64_t w = 0; w < words; w += LANES)
+        for (int64_t j = 0; j < PART; j += LANES) {
+            const int64_t count = min_i64(LANES, words - w);
+            Words columns[LANES];
+            transpose(rows + j * stride + w * 4, stride, count, columns);
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < LANES; i++) {
+                if (i == LANES / 2 && i >= count) break;
+                uint32_t *word = to + (w + i) * (widens ? 2 : 1) * PART + j;
+                if (widens) store_floats(word, low_of(columns[i])), store_floats(word + PART, high_of(columns[i]));
+                else memcpy(word, columns + i, VECTOR_BYTES);
+            }
+        }
+    memset(to + dim / PAIR * PART, 0, (row_words(dim) - dim / PAIR) * PART * 4);
+}
+
+#if HAS_DOT
+/* The index of dimension d of a packed pair of values of a chunk. d: a multiple of LANES. */
+INLINE int64_t value_at(int64_t dim, int64_t pair, int64_t d) {
+    return HAS_TILES ? d * (CHUNK / 2) + pair * LANES : pair * dim + d;
+}
+
+/* Interleaves the values of two consecutive keys; of one if `second` is null. */
+INLINE void pack_values(const void *first, const void *second, int64_t dim, int64_t pair, uint32_t *to) {
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (int64_t d = 0; d < dim; d += 32) {
+        __mmask32 mask = dim - d >= 32 ? 0xFFFFFFFF : 0x0000FFFF;
+        __m512i x = _mm512_maskz_loadu_epi16(mask, (const uint16_t *)first + d), y = _mm512_setzero_si512();
+        if (second) y = _mm512_maskz_loadu_epi16(mask, (const uint16_t *)second + d);
+        _mm512_storeu_si512(to + value_at(dim, pair, d), _mm512_permutex2var_epi16(x, low, y));
+        if (dim - d >= 32) _mm512_storeu_si512(to + value_at(dim, pair, d + 16), _mm512_permutex2var_epi16(x, high, y));
+    }
+}
+
+/* Packs the values of part p. Values that the chunk lacks are zero, so that data of unused slots cannot leak. */
+INLINE void pack_part(const Attention *a, Scratch *s, const Parts *parts, int64_t p, const Parts *next) {
+    const int64_t dim = a->value_dim;
+    for (int64_t j = 0; j < PART; j += 2) {
+        const int64_t key = p * PART + j;
+        const uint8_t *row = parts->v[p] + j * parts->v_stride;
+        if (j % (2 * AHEAD) == AHEAD) prefetch_keys(a, next, p * PART + 2 * AHEAD + j / (2 * AHEAD) * AHEAD);
+        if (key < parts->count) {
+            pack_values(row, key + 1 < parts->count ? row + parts->v_stride : NULL, dim, key / 2, s->v);
+        } else {
+            for (int64_t d = 0; d < dim; d += LANES) memset(s->v + value_at(dim, key / 2, d), 0, LANES * 4);
+        }
+    }
+}
+#endif
+
+/* Packs the keys and values of the chunk that begins at key `chunk`. */
+static void pack(const Item *it, Scratch *s, int64_t chunk) {
+    const Attention *a = it->a;
+    const KvCache *cache = a->cache;
+    Parts *parts = s->now;
+    const Parts *next = s->next;
+    const int64_t dim = cache->dim, words = key_words(a);
+    if (cache->kind != row_type(a) || cache->block_size % PART) copy_chunk(it, s, chunk, parts);
+    for (int64_t p = 0; p < CHUNK / PART; p++) {
+        uint32_t *to = s->k + p * PART * words, *to_rope = to + row_words(dim) * PART;
+        prefetch_rest(a, next, p);
+        prefetch_keys(a, next, p * PART);
+        if (p * PART >= parts->count) {
+            memset(to, 0, words * PART * 4);
+        } else if (HAS_DOT || row_type(a) == BF16) {
+            pack_keys(parts->k[p], parts->k_stride, dim, BF16, to);
+            if (a->rope_dim) pack_keys(parts->rope[p], parts->rope_stride, a->rope_dim, BF16, to_rope);
+        } else {
+            pack_keys(parts->k[p], parts->k_stride, dim, F32, to);
+            if (a->rope_dim) pack_keys(parts->rope[p], parts->rope_stride, a->rope_dim, F32, to_rope);
+        }
+        prefetch_keys(a, next, p * PART + AHEAD);
+#if HAS_DOT
+        pack_part(a, s, parts, p, next);
+#endif
+    }
+}
+
+/* The queries of an item in the form that the inner loops read. */
+static void pack_queries(const Item *it, Scratch *s) {
+    const Attention *a = it->a;
+    const int64_t dim = a->cache->dim, words = key_words(a);
+    if (HAS_TILES) memset(s->q, 0, (it->rows + TILE - 1) / TILE * TILE * words * 4);
+    for (int64_t r = 0; r < it->rows; r++) {
+        const int64_t at_row = it->row + r, token = a->cu_seqlens[it->seq] + at_row / it->group;
+        const int64_t head = it->kv_head * it->group + at_row % it->group;
+        const void *q = at(a->q, token * a->q_stride + head * (dim + a->rope_dim), (int)a->type);
+        if (HAS_TILES) {
+            memcpy(s->q + r * words, q, dim * 2);
+            memcpy(s->q + r * words + row_words(dim), (const uint16_t *)q + dim, a->rope_dim * 2);
+            continue;
+        }
+        const int64_t m = min_i64(TILE, it->rows - r / TILE * TILE);
+        uint32_t *to = s->q + r / TILE * TILE * words + r % TILE;
+        for (int64_t w = 0; w < words; w++)
+            if (HAS_DOT) memcpy(to + w * m, (const uint32_t *)q + w, 4);
+            else to[w * m] = to_bits(get(q, w, (int)a->type));
+    }
+}
