@@ -60,9 +60,10 @@ static Linear of_expert(const Weight *first, int64_t expert, int64_t rows, int64
     if (w.kind == PLAIN) {
         w.packed = (const uint32_t *)w.packed + panels * words_of(w.depth, (int)type);
     } else {
-        const int64_t scales = panels * ((w.depth + w.group - 1) / w.group);
+        const int64_t scales = panels * groups_of(&w);
         w.packed = (const uint32_t *)w.packed + panels * (padded_depth(w.depth) / codes_of_word(w.kind));
         w.scales = (const char *)w.scales + scales * scale_bytes(w.scale_type);
+        if (w.row_scales) w.row_scales += panels;
         if (w.zeros) w.zeros += scales;
     }
     return (Linear){w, 0, w.depth, rows, 0, w.features, 0, 0};

@@ -2,7 +2,7 @@
  * blocks while the linear runs, but to 16 bits: its products with integer codes are exact in 32 bits. VPMADDWD
  * multiplies twice as many numbers as a fused multiply-add of floats, and VNNI's VPDPWSSD also adds the products to the
  * sums. Unpacking costs less too: codes become a register of 16-bit integers in two instructions, and half as many
- * floats in three.
+ * floats in three. Codes of 4 bits are unpacked once for all rows of an item.
  *
  * Definition: a chunk is a group of the weight, or at most CHUNK columns of a larger group. E is the exponent of the
  * chunk's largest |x|, at least -100. The scale of x is u = 2^(E - 14), and q = x / u rounded to an integer (ties to
@@ -32,7 +32,6 @@ INLINE int uses_integer_products(const Weight *w) {
     return HAS_INTEGER_PRODUCTS && w->kind != PLAIN && w->kind != CODES_FP8;
 }
 
-INLINE int64_t groups_of(const Weight *w) { return (w->depth + w->group - 1) / w->group; }
 INLINE int64_t chunks_of_group(const Weight *w) { return (w->group + CHUNK - 1) / CHUNK; }
 INLINE int64_t chunks_of(const Weight *w) {
     const int64_t full = groups_of(w) - 1;
@@ -42,16 +41,16 @@ INLINE int64_t chunks_of(const Weight *w) {
 /* Chunk `index` of the weight: columns [begin, end), all of one group. The last chunk ends at the padded depth. */
 typedef struct {
     int64_t chunks, groups; /* how many the weight has */
-    int64_t index, group, begin, end;
+    int64_t index, group, group_end, begin, end;
 } Chunk;
 
 INLINE int64_t end_of_chunk(const Weight *w, const Chunk *c) {
-    return c->index + 1 == c->chunks ? padded_depth(w->depth) : min_i64(c->begin + CHUNK, (c->group + 1) * w->group);
+    return c->index + 1 == c->chunks ? padded_depth(w->depth) : min_i64(c->begin + CHUNK, c->group_end);
 }
 
 INLINE Chunk chunk_at(const Weight *w, int64_t index) {
     const int64_t group = index / chunks_of_group(w), begin = group * w->group + index % chunks_of_group(w) * CHUNK;
-    Chunk c = {chunks_of(w), groups_of(w), index, group, begin, 0};
+    Chunk c = {chunks_of(w), groups_of(w), index, group, (group + 1) * w->group, begin, 0};
     c.end = end_of_chunk(w, &c);
     return c;
 }
@@ -59,8 +58,34 @@ INLINE Chunk chunk_at(const Weight *w, int64_t index) {
 /* Moves to the next chunk without the divisions of chunk_at: with chunks of 32 columns they took 5% of the time. */
 INLINE void next_chunk(const Weight *w, Chunk *c) {
     c->index++, c->begin = c->end;
-    c->group += c->begin == (c->group + 1) * w->group;
+    if (c->begin == c->group_end) c->group++, c->group_end += w->group;
     c->end = end_of_chunk(w, c);
+}
+
+#define MOST_CHUNKS (CHUNK / 8)   /* most chunks of a span */
+#define SPAN (CHUNK + 2 * TILE_WORDS) /* most columns of a span, padding included */
+#define UNPACKED_PAIRS -1         /* beside the kinds of codes */
+
+/* Chunks that a tile multiplies at a time: as many as have at most CHUNK columns together, or one. Each chunk of a span
+ * of several is a whole group. */
+typedef struct {
+    int64_t index, group, groups; /* the first chunk and its group; the groups of the weight */
+    int64_t begin, end, count;    /* columns [begin, end); the number of chunks */
+    int64_t ends[MOST_CHUNKS];    /* the end of each chunk */
+    int64_t ahead, scales_ahead;  /* how far before their use codes (in words) and scales are prefetched */
+} Span;
+
+/* Sets `span` to the one that begins with `chunk`, and moves `chunk` behind it. What is prefetched is at the same place
+ * of the next span: after the last one of `panels` panels, of the first one of the next panels. */
+INLINE void take_span(const Weight *w, int64_t panels, Chunk *chunk, Span *span) {
+    int64_t count = 0;
+    span->index = chunk->index, span->group = chunk->group, span->groups = chunk->groups, span->begin = chunk->begin;
+    do span->ends[count++] = span->end = chunk->end, next_chunk(w, chunk);
+    while (chunk->index < chunk->chunks && chunk->end - span->begin <= CHUNK);
+    const int64_t more = chunk->index < chunk->chunks ? 0 : panels - 1, per_word = w->kind == CODES_INT8 ? 4 : 8;
+    span->ahead = (span->end - span->begin + more * padded_depth(w->depth)) / per_word * PANEL;
+    span->scales_ahead = (count + more * span->groups) * PANEL;
+    span->count = count;
 }
 
 /* The m rows of a tile, quantised. A word of n codes is multiplied as pairs: code i with code i + n / 2, for i < n / 2. */
@@ -172,74 +197,137 @@ INLINE Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
-/* sums[m][n] += a chunk of m rows times n vectors of features from `panel` on. Codes are prefetched `ahead` words before
- * their use. m, n and kind are constants at every call. */
-INLINE void integer_tile(const int m, const int n, const int kind, const Weight *w, int64_t panel, const Chunk *chunk,
-                         const IntegerRows *x, int64_t ahead, Floats *sums) {
-    const int per_word = kind == CODES_INT8 ? 4 : 8;
-    const int64_t stride = padded_depth(w->depth) / per_word * PANEL;
-    const uint32_t *codes = (const uint32_t *)w->packed + panel * stride + chunk->begin / per_word * PANEL;
-    const uint32_t *last = codes + (chunk->end - chunk->begin) / per_word * PANEL;
-    const uint32_t *pairs = x->pairs + chunk->begin / 2 * m;
-    const int32_t *x_sums = x->x_sums + chunk->index * m;
-    const float *x_scales = x->x_scales + chunk->index * m;
-    const int64_t first = (panel * chunk->groups + chunk->group) * PANEL;
-    const int64_t next = chunk->groups * PANEL; /* the next panel's scales */
-    Words sum[ACCUMULATORS];
-    for (int r = 0; r < m; r++)
-        for (int j = 0; j < n; j++) sum[r * n + j] = (Words){} - OFFSET(kind) * (uint32_t)x_sums[r];
-    for (int j = 0; j < n && w->zeros; j++) {
-        const Ints zero = (Ints)(load_bytes(w->zeros + first + j / VECTORS * next + j % VECTORS * LANES) << 24) >> 24;
-        for (int r = 0; r < m; r++) sum[r * n + j] -= (Words)zero * (uint32_t)x_sums[r];
-    }
-    for (; codes < last; codes += PANEL, pairs += per_word / 2 * m) {
-        Words loaded[MOST_VECTORS];
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) {
-            const uint32_t *at = codes + j / VECTORS * stride + j % VECTORS * LANES;
-            loaded[j] = load_words(at);
-            if (j % VECTORS == 0) __builtin_prefetch(at + ahead * PANEL);
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < per_word / 2; i++) {
-            Words halves[MOST_VECTORS];
-#pragma GCC unroll 4
-            for (int j = 0; j < n; j++) halves[j] = halves_of(loaded[j], i, kind);
-#pragma GCC unroll 8
-            for (int r = 0; r < m; r++) {
-                const Words pair = (Words){} + pairs[i * m + r];
-#pragma GCC unroll 4
-                for (int j = 0; j < n; j++) sum[r * n + j] = add_products(sum[r * n + j], halves[j], pair);
-            }
-        }
-    }
-    for (int j = 0; j < n; j++) {
-        const Floats scale = load_scales(w->scales, first + j / VECTORS * next + j % VECTORS * LANES, w->scale_type) *
-                             (kind == CODES_FP4 ? 0.5f : 1.0f);
-        for (int r = 0; r < m; r++) {
-            const Floats exact = __builtin_convertvector((Ints)sum[r * n + j], Floats) * x_scales[r];
-            sums[r * n + j] = fused(exact, scale, sums[r * n + j]);
-        }
+/* The scales of a span, [chunks][n], times the factor of the codes. */
+INLINE void load_span_scales_of(const int type, const Weight *w, int64_t panel, int64_t n, const Span *span, Floats *scales) {
+    const float factor = w->kind == CODES_FP4 ? 0.5f : 1.0f;
+    for (int64_t j = 0; j < n; j++) {
+        const int64_t first = place_of_scales(span->groups, panel, span->group, j);
+        const Floats of_rows = row_scales_of(w, panel, j) * factor;
+        const char *ahead = (const char *)w->scales + (first + span->scales_ahead) * scale_bytes(type);
+        for (int64_t i = 0; i < span->count * PANEL * scale_bytes(type) && j % VECTORS == 0; i += 64)
+            __builtin_prefetch(ahead + i);
+        for (int64_t i = 0; i < span->count; i++)
+            scales[i * n + j] = load_scales(w->scales, first + i * PANEL, type) * of_rows;
     }
 }
 
-/* `n`: MOST_VECTORS if the call has one row, else INTEGER_VECTORS. */
-static void tile_of_integers(int64_t m, int64_t n, const Weight *w, int64_t panel, const Chunk *chunk, const IntegerRows *x,
-                             int64_t ahead, Floats *sums) {
-#define TILE_OF(M, N) \
-    if (w->kind == CODES_INT8) integer_tile(M, N, CODES_INT8, w, panel, chunk, x, ahead, sums); \
-    else if (w->kind == CODES_INT4) integer_tile(M, N, CODES_INT4, w, panel, chunk, x, ahead, sums); \
-    else integer_tile(M, N, CODES_FP4, w, panel, chunk, x, ahead, sums); \
+INLINE void load_span_scales(const Weight *w, int64_t panel, int64_t n, const Span *span, Floats *scales) {
+    if (w->scale_type == FP8) load_span_scales_of(FP8, w, panel, n, span, scales);
+    else if (w->scale_type == E8M0) load_span_scales_of(E8M0, w, panel, n, span, scales);
+    else if (w->scale_type == BF16) load_span_scales_of(BF16, w, panel, n, span, scales);
+    else if (w->scale_type == F16) load_span_scales_of(F16, w, panel, n, span, scales);
+    else load_span_scales_of(F32, w, panel, n, span, scales);
+}
+
+/* Unpacks a span of INTEGER_VECTORS vectors of features from `panel` on, [pairs of columns][vectors]: each pair of a
+ * word's codes less their zero points, as two 16-bit integers. `kind`, of 4 bits, is a constant at every call. */
+INLINE void unpack_span_of(const int kind, const Weight *w, int64_t panel, const Span *span, uint32_t *halves) {
+    const int n = INTEGER_VECTORS;
+    const int64_t stride = padded_depth(w->depth) / 8 * PANEL;
+    const uint32_t *codes = (const uint32_t *)w->packed + panel * stride + span->begin / 8 * PANEL;
+    int64_t k = span->begin;
+    for (int64_t i = 0; i < span->count; i++) {
+        Shorts offset[INTEGER_VECTORS];
+        for (int j = 0; j < n; j++) {
+            offset[j] = (Shorts)((Words){} + OFFSET(kind) * 0x00010001u);
+            if (!w->zeros) continue;
+            const Words zero = load_bytes(w->zeros + place_of_scales(span->groups, panel, span->group + i, j));
+            offset[j] += (Shorts)(zero << 8 | zero << 24) >> 8; /* sign-extended to both halves */
+        }
+        for (; k < span->ends[i]; k += 8, codes += PANEL, halves += 4 * n * LANES)
+#pragma GCC unroll 2
+            for (int j = 0; j < n; j++) {
+                const uint32_t *at = codes + j / VECTORS * stride + j % VECTORS * LANES;
+                const Words words = load_words(at);
+                if (j % VECTORS == 0) __builtin_prefetch(at + span->ahead);
+#pragma GCC unroll 4
+                for (int p = 0; p < 4; p++) {
+                    const Words pair = (Words)((Shorts)halves_of(words, p, kind) - offset[j]);
+                    memcpy(halves + (p * n + j) * LANES, &pair, sizeof pair);
+                }
+            }
+    }
+}
+
+static void unpack_span(const Weight *w, int64_t panel, const Span *span, uint32_t *halves) {
+    if (w->kind == CODES_INT4) unpack_span_of(CODES_INT4, w, panel, span, halves);
+    else unpack_span_of(CODES_FP4, w, panel, span, halves);
+}
+
+/* sums[m][n] += a span of m rows times n vectors of features from `panel` on. `kind`: that of the codes, or UNPACKED_PAIRS
+ * for what unpack_span has written to `halves`. m, n and kind are constants at every call. */
+INLINE void integer_tile(const int m, const int n, const int kind, const Weight *w, int64_t panel, const Span *span,
+                         const IntegerRows *x, const uint32_t *halves, const Floats *scales, Floats *sums) {
+    const int is_unpacked = kind == UNPACKED_PAIRS, per_word = kind == CODES_INT8 ? 4 : 8, half = per_word / 2;
+    const int64_t stride = padded_depth(w->depth) / per_word * PANEL, step = is_unpacked ? half * n * LANES : PANEL;
+    const uint32_t *codes = (const uint32_t *)w->packed + panel * stride + span->begin / per_word * PANEL;
+    const uint32_t *pairs = x->pairs + span->begin / 2 * m;
+    const int32_t *x_sums = x->x_sums + span->index * m;
+    const float *x_scales = x->x_scales + span->index * m;
+    int64_t k = span->begin;
+    if (is_unpacked) codes = halves;
+    for (int64_t chunk = 0; chunk < span->count; chunk++, x_sums += m, x_scales += m, scales += n) {
+        Words sum[ACCUMULATORS];
+        for (int r = 0; r < m; r++)
+            for (int j = 0; j < n; j++)
+                sum[r * n + j] = (Words){} - (is_unpacked ? 0 : OFFSET(kind) * (uint32_t)x_sums[r]);
+        for (int j = 0; j < n && w->zeros && !is_unpacked; j++) {
+            const int8_t *zeros = w->zeros + place_of_scales(span->groups, panel, span->group + chunk, j);
+            const Ints zero = (Ints)(load_bytes(zeros) << 24) >> 24;
+            for (int r = 0; r < m; r++) sum[r * n + j] -= (Words)zero * (uint32_t)x_sums[r];
+        }
+        for (; k < span->ends[chunk]; k += per_word, codes += step, pairs += half * m) {
+            Words loaded[MOST_VECTORS];
+#pragma GCC unroll 4
+            for (int j = 0; j < n && !is_unpacked; j++) {
+                const uint32_t *at = codes + j / VECTORS * stride + j % VECTORS * LANES;
+                loaded[j] = load_words(at);
+                if (j % VECTORS == 0) __builtin_prefetch(at + span->ahead);
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < half; i++) {
+                Words both[MOST_VECTORS];
+#pragma GCC unroll 4
+                for (int j = 0; j < n; j++)
+                    both[j] = is_unpacked ? load_words(codes + (i * n + j) * LANES) : halves_of(loaded[j], i, kind);
+#pragma GCC unroll 8
+                for (int r = 0; r < m; r++) {
+                    const Words pair = (Words){} + pairs[i * m + r];
+#pragma GCC unroll 4
+                    for (int j = 0; j < n; j++) sum[r * n + j] = add_products(sum[r * n + j], both[j], pair);
+                }
+            }
+        }
+        for (int r = 0; r < m; r++)
+            for (int j = 0; j < n; j++) {
+                const Floats exact = __builtin_convertvector((Ints)sum[r * n + j], Floats) * x_scales[r];
+                sums[r * n + j] = fused(exact, scales[j], sums[r * n + j]);
+            }
+        /* Without this the compiler would keep these sums in registers that the loop above needs, and spill them. */
+        for (int i = 0; i < m * n; i++) __asm__("" : "+m"(sums[i]));
+    }
+}
+
+/* `n`: MOST_VECTORS if the call has one row, else INTEGER_VECTORS. `halves`: null, or the unpacked span. */
+static void tile_of_integers(int64_t m, int64_t n, const Weight *w, int64_t panel, const Span *span, const IntegerRows *x,
+                             const uint32_t *halves, const Floats *scales, Floats *sums) {
+#define TILE_OF(M, N, KIND) integer_tile(M, N, KIND, w, panel, span, x, halves, scales, sums)
+#define ROWS_OF(M, N) \
+    if (halves) TILE_OF(M, N, UNPACKED_PAIRS); \
+    else if (w->kind == CODES_INT8) TILE_OF(M, N, CODES_INT8); \
+    else if (w->kind == CODES_INT4) TILE_OF(M, N, CODES_INT4); \
+    else TILE_OF(M, N, CODES_FP4); \
     break;
-#define ROWS_OF(M) \
-    case M: TILE_OF(M, INTEGER_VECTORS)
+#define CASE_OF(M) \
+    case M: ROWS_OF(M, INTEGER_VECTORS)
     switch (n == MOST_VECTORS ? 0 : m) {
-        case 0: TILE_OF(1, MOST_VECTORS)
-        ROWS_OF(1) ROWS_OF(2) ROWS_OF(3) ROWS_OF(4)
+        case 0: ROWS_OF(1, MOST_VECTORS)
+        CASE_OF(1) CASE_OF(2) CASE_OF(3) CASE_OF(4)
 #if INTEGER_ROWS > 4
-        ROWS_OF(5) ROWS_OF(6) ROWS_OF(7) ROWS_OF(8)
+        CASE_OF(5) CASE_OF(6) CASE_OF(7) CASE_OF(8)
 #endif
     }
+#undef CASE_OF
 #undef ROWS_OF
 #undef TILE_OF
 }
@@ -247,8 +335,14 @@ static void tile_of_integers(int64_t m, int64_t n, const Weight *w, int64_t pane
 INLINE void quantise_rows(const Linear *l, int64_t first, int64_t m, int64_t from, int64_t to) {
     (void)l, (void)first, (void)m, (void)from, (void)to;
 }
-INLINE void tile_of_integers(int64_t m, int64_t n, const Weight *w, int64_t panel, const Chunk *chunk, const IntegerRows *x,
-                             int64_t ahead, Floats *sums) {
-    (void)m, (void)n, (void)w, (void)panel, (void)chunk, (void)x, (void)ahead, (void)sums;
+INLINE void load_span_scales(const Weight *w, int64_t panel, int64_t n, const Span *span, Floats *scales) {
+    (void)w, (void)panel, (void)n, (void)span, (void)scales;
+}
+INLINE void unpack_span(const Weight *w, int64_t panel, const Span *span, uint32_t *halves) {
+    (void)w, (void)panel, (void)span, (void)halves;
+}
+INLINE void tile_of_integers(int64_t m, int64_t n, const Weight *w, int64_t panel, const Span *span, const IntegerRows *x,
+                             const uint32_t *halves, const Floats *scales, Floats *sums) {
+    (void)m, (void)n, (void)w, (void)panel, (void)span, (void)x, (void)halves, (void)scales, (void)sums;
 }
 #endif

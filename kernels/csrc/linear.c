@@ -242,7 +242,7 @@ INLINE void multiply_part(const Linear *l, const Cut *c, const Weights *part, in
 static void multiply_numbers(const Linear *l, const Cut *c, const Weights *part, int64_t panel, int64_t k, int64_t from,
                              int64_t to, Floats group_sums[TILES][ACCUMULATORS], Floats sums[TILES][ACCUMULATORS]) {
     const Weight *w = &l->weight;
-    const int64_t groups = (w->depth + w->group - 1) / w->group, end = 2 * k + part->words;
+    const int64_t groups = groups_of(w), end = 2 * k + part->words;
     for (int64_t at = 2 * k; at < end;) {
         const int64_t group = min_i64(at / w->group, groups - 1);
         const int64_t last = group == groups - 1 ? padded_depth(w->depth) : (group + 1) * w->group, stop = min_i64(end, last);
@@ -261,16 +261,23 @@ static void multiply_numbers(const Linear *l, const Cut *c, const Weights *part,
     }
 }
 
-/* sums[t] += tile t of x times the weight, as integers, for tiles [from, to). */
-static void multiply_integers(const Linear *l, const Cut *c, int64_t panel, int64_t from, int64_t to,
+/* sums[t] += tile t of x times the weight, as integers, for tiles [from, to). Several tiles share one copy of each span
+ * of codes of 4 bits, unpacked to `halves`. For codes of 8 bits, which a tile unpacks in two instructions, a copy costs
+ * as much as it saves. */
+static void multiply_integers(const Linear *l, const Cut *c, int64_t panel, int64_t from, int64_t to, uint32_t *halves,
                               Floats sums[TILES][ACCUMULATORS]) {
     const Weight *w = &l->weight;
-    for (Chunk chunk = chunk_at(w, 0); chunk.index < c->chunks; next_chunk(w, &chunk)) {
-        const int64_t ahead = c->tiles == 1 ? CODES_AHEAD : (chunk.end - chunk.begin) / codes_of_word(w->kind);
+    Floats scales[MOST_CHUNKS * MOST_VECTORS];
+    Span span;
+    if (to - from < 2 || w->kind == CODES_INT8) halves = NULL;
+    for (Chunk chunk = chunk_at(w, 0); chunk.index < c->chunks;) {
+        take_span(w, c->group, &chunk, &span);
+        load_span_scales(w, panel, c->n, &span, scales);
+        if (halves) unpack_span(w, panel, &span, halves);
         for (int64_t t = from; t < to; t++) {
             const int64_t first = t * c->height, m = min_i64(c->height, l->rows - first);
             const IntegerRows rows = integer_rows(l, c->chunks, first, m);
-            tile_of_integers(m, c->n, w, panel, &chunk, &rows, ahead, sums[t - from]);
+            tile_of_integers(m, c->n, w, panel, &span, &rows, halves, scales, sums[t - from]);
         }
     }
 }
@@ -290,7 +297,7 @@ INLINE void multiply(const Linear *l, const Cut *c, int64_t item, const int type
         return;
     }
     if (as_numbers) memset(group_sums, 0, (last - block) * sizeof group_sums[0]);
-    if (c->chunks) multiply_integers(l, c, panel, block, last, sums);
+    if (c->chunks) multiply_integers(l, c, panel, block, last, wide, sums);
     for (int64_t k = 0; !c->chunks && k < words; k += c->step) {
         const Weights part = part_of(l, c, panel, k, min_i64(c->step, words - k), type, wide);
         if (as_numbers) multiply_numbers(l, c, &part, panel, k, block, last, group_sums, sums);

@@ -23,7 +23,7 @@
 
 /* How a weight is stored, numbered as in kernels/layers/quantised_weight.py. FP8 is e4m3, FP4 is e2m1. */
 enum { PLAIN = 0, CODES_INT8 = 1, CODES_INT4 = 2, CODES_FP8 = 3, CODES_FP4 = 4 };
-/* A type of scales besides BF16, F32 and F16: a byte e stands for 2^(e - 127). */
+/* A type of scales besides BF16, F32, F16 and FP8 (e4m3): a byte e stands for 2^(e - 127). */
 enum { E8M0 = 6 };
 
 typedef struct {
@@ -31,13 +31,15 @@ typedef struct {
     const void *bias;   /* [features] or null */
     int64_t features, depth;
     const void *scales;
-    const int8_t *zeros;  /* zero points of integer codes; null: all are 0 */
-    const int32_t *order; /* [depth]: the column of x for each column of codes; null: the same column */
+    const float *row_scales; /* [panels][PANEL]: what the scales of a feature are multiplied with; null: 1 */
+    const int8_t *zeros;     /* zero points of integer codes; null: all are 0 */
+    const int32_t *order;    /* [depth]: the column of x for each column of codes; null: the same column */
     int64_t kind, group, scale_type;
 } Weight;
 
 INLINE int64_t codes_of_word(int64_t kind) { return kind == CODES_INT4 || kind == CODES_FP4 ? 8 : 4; }
-INLINE int64_t scale_bytes(int64_t type) { return type == E8M0 ? 1 : type == F32 ? 4 : 2; }
+INLINE int64_t scale_bytes(int64_t type) { return type == E8M0 || type == FP8 ? 1 : type == F32 ? 4 : 2; }
+INLINE int64_t groups_of(const Weight *w) { return (w->depth + w->group - 1) / w->group; }
 INLINE int64_t padded_depth(int64_t depth) { return (depth + 2 * TILE_WORDS - 1) / (2 * TILE_WORDS) * 2 * TILE_WORDS; }
 
 /* The codes of a word, split up so that number_of needs few instructions per code. */
@@ -143,8 +145,26 @@ INLINE Floats load_scales(const void *scales, int64_t at, int64_t type) {
     if (type == F32) return load_floats((const float *)scales + at);
     if (type == BF16) return load_bf16((const uint16_t *)scales + at);
     if (type == F16) return load_f16((const uint16_t *)scales + at);
-    const Words bits = load_bytes((const uint8_t *)scales + at) << 23;
+    const Words byte = load_bytes((const uint8_t *)scales + at);
+    /* A shift makes an e4m3 a float32, whose bias makes it 2^-120 times the number, subnormal ones too. */
+    if (type == FP8) return (Floats)((Words)((Ints)(byte << 24) >> 4) & 0x87F00000u) * 0x1p120f;
+    const Words bits = byte << 23;
     return (Floats)(bits | ((Words)(bits == 0) & 0x00400000u));
+}
+
+/* Where the scales and zero points of `group` are, for vector v of the panels from `panel` on. */
+INLINE int64_t place_of_scales(int64_t groups, int64_t panel, int64_t group, int64_t v) {
+    return ((panel + v / VECTORS) * groups + group) * PANEL + v % VECTORS * LANES;
+}
+
+/* What scales are multiplied with, for vector v of the panels from `panel` on. */
+INLINE Floats row_scales_of(const Weight *w, int64_t panel, int64_t v) {
+    return w->row_scales ? load_floats(w->row_scales + panel * PANEL + v * LANES) : (Floats){} + 1.0f;
+}
+
+/* The scales of `group`, rounded to float32, for vector v of the panels from `panel` on. */
+INLINE Floats scales_of(const Weight *w, int64_t groups, int64_t panel, int64_t group, int64_t v) {
+    return load_scales(w->scales, place_of_scales(groups, panel, group, v), w->scale_type) * row_scales_of(w, panel, v);
 }
 
 INLINE Floats load_zeros(const int8_t *zeros) {
@@ -170,17 +190,17 @@ enum { WEIGHT_PAIRS, WEIGHT_FLOATS, NUMBERS };
  * [to - from][PANEL]. */
 INLINE void unpack_panel(const Weight *w, int64_t panel, int64_t from, int64_t to, const int kind, const int has_zeros,
                          const int form, uint32_t *unpacked) {
-    const int64_t per_word = codes_of_word(kind), groups = (w->depth + w->group - 1) / w->group;
+    const int64_t per_word = codes_of_word(kind), groups = groups_of(w);
     const uint32_t *codes = (const uint32_t *)w->packed + panel * (padded_depth(w->depth) / per_word) * PANEL;
     /* The inverse of FP8's factor would make large scales infinite. */
     const float undone = kind == CODES_FP8 && form != NUMBERS ? 1 / FACTOR(kind) : 1, left = undone * FACTOR(kind);
     for (int64_t k = from; k < to;) {
-        const int64_t group = min_i64(k / w->group, groups - 1), first = (panel * groups + group) * PANEL;
+        const int64_t group = min_i64(k / w->group, groups - 1);
         const int64_t last = group == groups - 1 ? to : min_i64(to, (group + 1) * w->group);
         Floats scale[VECTORS] = {{0}}, zero[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
-            if (form != NUMBERS) scale[v] = load_scales(w->scales, first + v * LANES, w->scale_type) * (1 / left);
-            if (has_zeros) zero[v] = load_zeros(w->zeros + first + v * LANES) * left;
+            if (form != NUMBERS) scale[v] = scales_of(w, groups, panel, group, v) * (1 / left);
+            if (has_zeros) zero[v] = load_zeros(w->zeros + place_of_scales(groups, panel, group, v)) * left;
         }
         for (; k < last; k += per_word) {
             uint32_t *row = unpacked + (k - from) / (form == WEIGHT_PAIRS ? 2 : 1) * PANEL;
@@ -225,9 +245,7 @@ INLINE void unpack(const Weight *w, int64_t panel, int64_t panels, int64_t from,
 
 /* The scales that sums of `group` are multiplied with: vector v of the panels from `panel` on. */
 INLINE Floats scale_of_sums(const Weight *w, int64_t panel, int64_t group, int64_t v, const int kind) {
-    const int64_t groups = (w->depth + w->group - 1) / w->group;
-    const int64_t at = ((panel + v / VECTORS) * groups + group) * PANEL + v % VECTORS * LANES;
-    return load_scales(w->scales, at, w->scale_type) * (1 / (FACTOR(kind) * factor_of_x(kind)));
+    return scales_of(w, groups_of(w), panel, group, v) * (1 / (FACTOR(kind) * factor_of_x(kind)));
 }
 
 /* sums[m][n] += x [padded depth][m], times factor_of_x, times n vectors of features from `panel` on. Codes are unpacked
@@ -237,15 +255,13 @@ INLINE void code_tile(const int m, const int n, const int kind, const int has_ze
                       const float *x, Floats *sums) {
     const int per_word = kind == CODES_INT4 || kind == CODES_FP4 ? 8 : 4;
     const int64_t depth = padded_depth(w->depth), stride = depth / per_word * PANEL;
-    const int64_t groups = (w->depth + w->group - 1) / w->group;
+    const int64_t groups = groups_of(w);
     const uint32_t *codes = (const uint32_t *)w->packed + panel * stride;
     for (int64_t group = 0, k = 0; group < groups; group++) {
         Floats sum[ACCUMULATORS], zero[MOST_VECTORS];
         for (int i = 0; i < m * n; i++) sum[i] = (Floats){};
-        for (int j = 0; j < n && has_zeros; j++) {
-            const int64_t at = ((panel + j / VECTORS) * groups + group) * PANEL + j % VECTORS * LANES;
-            zero[j] = load_zeros(w->zeros + at) * FACTOR(kind);
-        }
+        for (int j = 0; j < n && has_zeros; j++)
+            zero[j] = load_zeros(w->zeros + place_of_scales(groups, panel, group, j)) * FACTOR(kind);
         const int64_t last = group == groups - 1 ? depth : (group + 1) * w->group;
         for (; k < last; k += per_word, codes += PANEL, x += per_word * m) {
             Codes parts[MOST_VECTORS];

@@ -24,6 +24,7 @@ The sum is computed in float32, in the order of `ids`. In the native form, and i
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +55,7 @@ _CALL = struct.Struct("@7Pq")
 class PackedExperts(nn.Module):
     """The experts that a rank holds, for inference. Keeps no plain weight in the native form.
 
-    `parts`: the tensors of gate_up and of down in their form; for QuantisedExperts codes, scales and zero points.
+    `parts`: the tensors of gate_up and of down in their form; for QuantisedExperts those of pack_quantised.
     `activations`: how the inputs of gate_up and of down are quantised, as in PackedLinear. `padding_bytes`: how many
     bytes `parts` takes more than the weights themselves.
     """
@@ -91,8 +92,8 @@ class PackedExperts(nn.Module):
         self.form = pick_form(gate_up)
         self.activations = tuple(choose_activations(_stacked(weight)) for weight in (gate_up, down))
         gate_up, down = (
-            weight.dequantise()
-            if isinstance(weight, QuantisedExperts) and not stays_quantised(weight, weight.device)
+            hold_quantised(weight, weight.device) or weight.dequantise()
+            if isinstance(weight, QuantisedExperts)
             else weight
             for weight in (gate_up, down)
         )
@@ -237,10 +238,13 @@ def pick_form(weight: Tensor | QuantisedExperts) -> str:
     return "plain" if native.library_for(weight) is None else "native"
 
 
-def stays_quantised(experts: QuantisedExperts, device: torch.device) -> bool:
-    """Whether PackedExperts keeps the weights quantised once they are on `device`."""
-    has_form = device.type in TRITON_DEVICES or pick_form(experts) == "native"
-    return has_form and holds_quantised(experts.stacked, device)
+def hold_quantised(experts: QuantisedExperts, device: torch.device) -> QuantisedExperts | None:
+    """The weights as PackedExperts holds them once they are on `device`: on a GPU without `row_scales`. None if it
+    dequantises them. The loader calls this before it counts the weights' bytes."""
+    is_on_gpu = device.type in TRITON_DEVICES
+    if not (is_on_gpu or pick_form(experts) == "native") or not holds_quantised(experts.stacked, device):
+        return None
+    return replace(experts, stacked=experts.stacked.without_row_scales()) if is_on_gpu else experts
 
 
 def _stacked(weight: Tensor | QuantisedExperts) -> Tensor | QuantisedWeight:
@@ -253,7 +257,7 @@ def _codes_or_plain(weight: Tensor | QuantisedExperts, format: RowFormat | None)
 
 
 def _pack(weight: Tensor | QuantisedExperts, form: str) -> tuple[Tensor, ...]:
-    """The tensors of the weight in the native or plain form. For QuantisedExperts: codes, scales and zero points."""
+    """The tensors of the weight in the native or plain form. For QuantisedExperts: those of pack_quantised."""
     if isinstance(weight, QuantisedExperts):
         return pack_quantised(weight.pad_rows(64).stacked)  # each expert has whole panels, as panels_of in linear.h
     if form != "native":

@@ -41,11 +41,11 @@ ROW_TILE = 64
 class PackedLinear(nn.Module):
     """A linear layer for inference. Keeps `weight_shape` and `form` after dropping the plain weight.
 
-    `parts`: the tensors of the weight in its form; for a QuantisedWeight codes, scales, and, if it has them, zero
-    points and order. `packed`: in the native form the C struct Weight, which points into `parts` and `bias`. `codes`:
-    in the triton form `parts` with their sizes. `activations`: how x is quantised, or why it is not; None for a weight
-    without `quantises_activations`. `padding_bytes`: how many bytes `parts` takes more than the weight itself. `lora`:
-    what LoRA adapters add; None if no adapter changes this linear.
+    `parts`: the tensors of the weight in its form; for a QuantisedWeight codes, scales, and, if it has them, scales of
+    rows, zero points and order. `packed`: in the native form the C struct Weight, which points into `parts` and `bias`.
+    `codes`: in the triton form `parts` with their sizes. `activations`: how x is quantised, or why it is not; None for
+    a weight without `quantises_activations`. `padding_bytes`: how many bytes `parts` takes more than the weight itself.
+    `lora`: what LoRA adapters add; None if no adapter changes this linear.
     """
 
     bias: Tensor | None
@@ -217,10 +217,13 @@ def widen_scales(weight: QuantisedWeight, device: torch.device) -> QuantisedWeig
     """`weight` with the dtype of scales that PackedLinear holds on `device`.
 
     On a GPU the scales of 8-bit codes with one scale per row become float32, because torch._scaled_mm reads no other
-    dtype. Other scales keep theirs. The loader calls this before it counts the weight's bytes, so that it counts what
-    the rank holds.
+    dtype. Scales with `row_scales` do too, because Triton's kernels read none of these. Other scales keep theirs. The
+    loader calls this before it counts the weight's bytes, so that it counts what the rank holds.
     """
-    if device.type not in TRITON_DEVICES or weight.kind.bits != 8 or weight.groups > 1:
+    if device.type not in TRITON_DEVICES:
+        return weight
+    weight = weight.without_row_scales()
+    if weight.kind.bits != 8 or weight.groups > 1:
         return weight
     return replace(weight, scales=weight.scales.float())
 
@@ -249,14 +252,13 @@ def pack_panels(weight: Tensor) -> Tensor:
 
 
 def pack_quantised(weight: QuantisedWeight) -> tuple[Tensor, ...]:
-    """Codes, scales and zero points in the panels of kernels/csrc/quantised.h, then the order of the columns. Zero
-    points and order are missing if the weight has none."""
+    """Codes, scales, scales of rows and zero points in the panels of kernels/csrc/quantised.h, then the order of the
+    columns. The last three are missing if the weight has none."""
     features, depth = weight.shape
     rows, code_bytes = -(-features // 64) * 64, -(-depth // 32) * 32 * weight.kind.bits // 8
     codes = F.pad(weight.codes, (0, code_bytes - weight.codes.shape[1], 0, rows - features))
-    parts = [codes.view(torch.int32), F.pad(weight.scales, (0, 0, 0, rows - features))]
-    if weight.zeros is not None:
-        parts.append(F.pad(weight.zeros, (0, 0, 0, rows - features)))
+    by_row = [part for part in (weight.scales, weight.row_scales, weight.zeros) if part is not None]
+    parts = [codes.view(torch.int32), *(F.pad(part, (0, 0, 0, rows - features)) for part in by_row)]
     packed = []
     for part in parts:
         by_panel = part.view(rows // 16, 16, -1).transpose(1, 2)
@@ -272,15 +274,19 @@ def weight_struct(
     """The C struct Weight, which points into `parts` and `bias`. `shape`: [out_features, in_features]."""
     first = (parts[0].data_ptr(), 0 if bias is None else bias.data_ptr(), *shape)
     if isinstance(weight, Tensor):
-        return native.WEIGHT.pack(*first, 0, 0, 0, 0, 0, 0)
+        return native.WEIGHT.pack(*first, 0, 0, 0, 0, 0, 0, 0)
     pointers = iter(part.data_ptr() for part in parts[1:])
     scales = next(pointers)
-    zeros = next(pointers) if weight.zeros is not None else 0
-    order = next(pointers) if weight.order is not None else 0
-    return native.WEIGHT.pack(*first, scales, zeros, order, weight.kind, weight.group, _SCALES[weight.scales.dtype])
+    row_scales, zeros, order = (
+        0 if part is None else next(pointers) for part in (weight.row_scales, weight.zeros, weight.order)
+    )
+    return native.WEIGHT.pack(
+        *first, scales, row_scales, zeros, order, weight.kind, weight.group, _SCALES[weight.scales.dtype]
+    )
 
 
-_SCALES = {**native.TYPES, torch.float16: 2, torch.uint8: 6}  # as in kernels/csrc/quantised.h
+# As in kernels/csrc/quantised.h.
+_SCALES = {**native.TYPES, torch.float16: 2, torch.float8_e4m3fn: 3, torch.uint8: 6}
 
 
 def scratch_size(rows: int, depth: int) -> int:

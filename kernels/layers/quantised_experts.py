@@ -87,9 +87,4 @@ class QuantisedExperts:
         return self if more == 0 else self._with_rows(rows + more, pad)
 
     def _with_rows(self, rows: int, change: Callable[[Tensor], Tensor]) -> Self:
-        old = self.stacked
-        zeros = None if old.zeros is None else change(old.zeros)
-        shape = (self.count * rows, old.shape[1])
-        return replace(
-            self, stacked=replace(old, shape=shape, codes=change(old.codes), scales=change(old.scales), zeros=zeros)
-        )
+        return replace(self, stacked=self.stacked.with_rows(self.count * rows, change))

@@ -15,7 +15,7 @@ that a decode step reads only the codes. The methods cut a rank's slice from a w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import gcd
@@ -50,6 +50,7 @@ class QuantisedWeight:
 
     `codes`: uint8 [rows, columns]; codes of 4 bits [rows, ceil(columns / 2)], the even column in the lower half.
     Integers are two's complements. `scales`: [rows, groups] of a float dtype, or uint8: e stands for 2^(e - 127).
+    `row_scales`: float32 [rows, 1], with which the scales of a row are multiplied, rounded to float32; None: all are 1.
     `zeros`: the zero points of integer codes, int8 [rows, groups]; None: all are 0. `order`: int [columns], the column
     of the weight that each column of codes belongs to; None: the same column. `dtype`: the dtype of the linear's x and
     y. `quantises_activations`: the checkpoint asks linears to quantise x too (w8a8_linear.py says whether they can).
@@ -64,6 +65,7 @@ class QuantisedWeight:
     zeros: Tensor | None = None
     order: Tensor | None = None
     quantises_activations: bool = False
+    row_scales: Tensor | None = None
 
     @classmethod
     def of_codes(
@@ -96,15 +98,20 @@ class QuantisedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales, zero points and order."""
-        return sum(part.nbytes for part in (self.codes, self.scales, self.zeros, self.order) if part is not None)
+        parts = (self.codes, self.scales, self.row_scales, self.zeros, self.order)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def to(self, device: torch.device) -> Self:
         """A copy on `device`."""
-        codes, scales, zeros, order = (
-            None if part is None else part.to(device) for part in (self.codes, self.scales, self.zeros, self.order)
+        row_scales, zeros, order = (
+            None if part is None else part.to(device) for part in (self.row_scales, self.zeros, self.order)
         )
-        assert codes is not None and scales is not None
-        return replace(self, codes=codes, scales=scales, zeros=zeros, order=order)
+        codes, scales = self.codes.to(device), self.scales.to(device)
+        return replace(self, codes=codes, scales=scales, row_scales=row_scales, zeros=zeros, order=order)
+
+    def without_row_scales(self) -> Self:
+        """The same weight; if it has `row_scales`, its scales are multiplied with them and become float32."""
+        return self if self.row_scales is None else replace(self, scales=self._scales(), row_scales=None)
 
     def dequantise(self, dtype: torch.dtype | None = None) -> Tensor:
         """[rows, columns], computed in float32 and rounded once to `dtype`, by default that of the weight."""
@@ -124,8 +131,14 @@ class QuantisedWeight:
             return torch.cat([part[start:stop] for start, stop in ranges])
 
         rows = sum(stop - start for start, stop in ranges)
-        zeros = None if self.zeros is None else cut(self.zeros)
-        return replace(self, shape=(rows, self.shape[1]), codes=cut(self.codes), scales=cut(self.scales), zeros=zeros)
+        return self.with_rows(rows, cut)
+
+    def with_rows(self, rows: int, change: Callable[[Tensor], Tensor]) -> Self:
+        """`change` returns the wanted rows of a part [rows, *]. `rows`: their number."""
+        row_scales, zeros = (None if part is None else change(part) for part in (self.row_scales, self.zeros))
+        codes, scales = change(self.codes), change(self.scales)
+        shape = (rows, self.shape[1])
+        return replace(self, shape=shape, codes=codes, scales=scales, row_scales=row_scales, zeros=zeros)
 
     def select_columns(self, start: int, stop: int) -> Self | None:
         """Columns [start, stop). If they cut a group, groups become smaller. None if the weight has an order, or if the
@@ -154,18 +167,21 @@ class QuantisedWeight:
         """The rows of all weights, stacked. None if the weights differ in how they are stored."""
         first = weights[0]
         layouts = {
-            (w.kind, w.shape[1], w.group, w.scales.dtype, w.zeros is None, w.order is None, w.quantises_activations)
+            (w.kind, w.shape[1], w.group, w.scales.dtype, w.row_scales is None, w.zeros is None, w.order is None,
+             w.quantises_activations)
             for w in weights
-        }
+        }  # fmt: skip
         orders = [weight.order for weight in weights if weight.order is not None]
         if len(layouts) > 1 or any(not torch.equal(orders[0], order) for order in orders):
             return None
+        row_scales = [weight.row_scales for weight in weights if weight.row_scales is not None]
         zeros = [weight.zeros for weight in weights if weight.zeros is not None]
         return replace(
             first,
             shape=(sum(weight.shape[0] for weight in weights), first.shape[1]),
             codes=torch.cat([weight.codes for weight in weights]),
             scales=torch.cat([weight.scales for weight in weights]),
+            row_scales=torch.cat(row_scales) if row_scales else None,
             zeros=torch.cat(zeros) if zeros else None,
         )
 
@@ -182,8 +198,9 @@ class QuantisedWeight:
         return torch.tensor(_FP4, device=self.device)[halves.long()]
 
     def _scales(self) -> Tensor:
+        """float32 [rows, groups]"""
         if self.scales.dtype != torch.uint8:
-            return self.scales.float()
+            return self.scales.float() if self.row_scales is None else self.scales.float() * self.row_scales
         return torch.ldexp(torch.ones(self.scales.shape, device=self.device), self.scales.int() - _E8M0_BIAS)
 
 

@@ -130,17 +130,16 @@ def _integers(weight: StoredWeight) -> CodeKind:
 
 def _read_float4(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> QuantisedWeight:
     """codes: uint8 [rows, columns / 2], the left of two columns in the lower half. scales [rows, groups]: uint8, as a
-    QuantisedWeight has them, or e4m3. These become float32, and are multiplied with `scale_factor` or divided by
-    `scale_divisor`, one number for the whole weight."""
-    codes, scales = parts["codes"], parts["scales"]
+    QuantisedWeight has them, or e4m3. These are multiplied with `scale_factor` or divided by `scale_divisor`, one
+    number for the whole weight."""
+    codes, scales, row_scales = parts["codes"], parts["scales"], None
     if scales.dtype != torch.uint8:
-        scales = scales.float()
-        if "scale_factor" in parts:
-            scales = scales * parts["scale_factor"]
-        if "scale_divisor" in parts:
-            scales = scales / parts["scale_divisor"]
+        factor = parts["scale_factor"] if "scale_factor" in parts else 1 / parts["scale_divisor"]
+        row_scales = factor.reshape(1, 1).repeat(codes.shape[0], 1)
     shape = (codes.shape[0], 2 * codes.shape[1])
-    return QuantisedWeight(CodeKind.FP4, shape, codes.contiguous(), scales.contiguous(), weight.block[1], dtype)
+    return QuantisedWeight(
+        CodeKind.FP4, shape, codes.contiguous(), scales.contiguous(), weight.block[1], dtype, row_scales=row_scales
+    )
 
 
 def _read_mxfp4(parts: Parts, dtype: torch.dtype) -> QuantisedExperts:

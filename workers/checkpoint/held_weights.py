@@ -18,8 +18,8 @@ from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, are_st
 from coatcheck.workers.checkpoint.stored_weight import Encoding, StoredWeight
 from coatcheck.workers.checkpoint.text_tower import text_tensor_name
 
-# Bytes that a rank holds of one scale, by its stored dtype. U8: E8M0. Scales in e4m3 become float32.
-_HELD_SCALES: Final = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E4M3": 4}
+# Bytes that a rank holds of one scale, by its stored dtype. U8: E8M0.
+_HELD_SCALES: Final = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E4M3": 1}
 # By device: a weight stays quantised only if its group size is a multiple of this (kernels/layers/linear.py).
 _WORDS: Final = {"cpu": 8, "cuda": 16}
 _GROUP: Final = 128  # columns that share a scale with quantization int4
@@ -91,7 +91,7 @@ def held_bytes(
         is_float32 = _FLOAT32.fullmatch(key) or (config.get("model_type") == "ernie4_5_moe" and key.endswith(_ROUTER))
         as_plain = prod(entry.shape) * (4 if is_float32 else itemsize)
         weight = quantised.weights.get(stored_key)
-        codes = None if weight is None else _codes_of(weight, entries, _WORDS[device])
+        codes = None if weight is None else _codes_of(weight, entries, device)
         expert = _EXPERT.fullmatch(key)
         if key.rpartition(".")[0].rpartition(".")[2] in plain or (are_experts_plain and ".experts." in key):
             total += as_plain
@@ -148,9 +148,8 @@ def _bytes_of_stack(weights: Sequence[tuple[int, _Codes | None]]) -> int:
     return sum(as_plain for as_plain, _ in weights)
 
 
-def _codes_of(weight: StoredWeight, entries: Mapping[str, TensorEntry], word: int) -> _Codes | None:
-    """The bytes of codes, scales, zero points and column order; None for a weight that is dequantised. `word`: see
-    _WORDS."""
+def _codes_of(weight: StoredWeight, entries: Mapping[str, TensorEntry], device: str) -> _Codes | None:
+    """The bytes of codes, scales, zero points and column order; None for a weight that is dequantised."""
     if weight.encoding is Encoding.NF4:
         return None
     scales = entries[weight.parts["scales"].key]
@@ -161,9 +160,11 @@ def _codes_of(weight: StoredWeight, entries: Mapping[str, TensorEntry], word: in
     groups = scales.shape[0] if by_column else scales.shape[-1] if len(scales.shape) == 2 else 1
     is_ordered = "order" in weight.parts and groups > 1
     group = columns if groups == 1 else columns // groups if is_ordered else weight.block[1]
-    if groups > 1 and group % word:
+    if groups > 1 and group % _WORDS[device]:
         return None
     held = rows * (columns if weight.bits == 8 else -(-columns // 2)) + rows * groups * _HELD_SCALES[scales.dtype]
+    if scales.dtype == "F8_E4M3":  # on CPUs with a float32 factor for each row; on GPUs the scales become float32
+        held += rows * 4 if device == "cpu" else rows * groups * 3
     if "zeros" in weight.parts:
         held += rows * groups
     is_scattered = is_ordered and _is_scattered(entries[weight.parts["order"].key])

@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from coatcheck.kernels.layers.experts import stays_quantised
+from coatcheck.kernels.layers.experts import hold_quantised
 from coatcheck.kernels.layers.linear import holds_quantised, widen_scales
 from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
 from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight, quantise
@@ -319,7 +319,7 @@ def _read_quantised(
     if target.converter is None:
         weight = checkpoint.read_quantised(reads[0].key, reads[0].part, dtype)
         if isinstance(weight, QuantisedExperts):
-            return weight if stays_quantised(weight, device) else None
+            return hold_quantised(weight, device)
         return widen_scales(weight, device) if weight is not None and holds_quantised(weight, device) else None
     if not _stacks_experts(target.converter):
         return None
@@ -331,7 +331,7 @@ def _read_quantised(
         by_pattern[read.pattern].append(weight)
     parts = [part for expert in zip(*by_pattern.values(), strict=True) for part in expert]  # gate and up of each expert
     experts = QuantisedExperts.of(parts, len(parts) // len(by_pattern)) if parts else None
-    return experts if experts is not None and stays_quantised(experts, device) else None
+    return None if experts is None else hold_quantised(experts, device)
 
 
 def _stacks_experts(converter: WeightConverter) -> bool:

@@ -34,6 +34,20 @@ def test_bytes_of_a_quantised_checkpoint_are_those_loaded(kind: str, dtype: str,
         assert planned.weight_bytes == spec.weight_bytes < spec.num_weights * (4 if dtype == "float32" else 2) + 1
 
 
+def test_experts_of_nvfp4_are_counted_as_held(tmp_path: Path) -> None:
+    """On a CPU with scales in e4m3, on a GPU with scales in float32."""
+    path = tmp_path / "quantised"
+    FORMATS["modelopt-nvfp4"](tiny_checkpoint("qwen3-moe", tmp_path / "plain"), path)
+    held = {}
+    for device in ("cpu", "cuda"):
+        with cpu_as_gpu() if device == "cuda" else nullcontext():
+            spec = load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu").spec
+        planned = Sizing.of(PlanSettings(model=str(path), dtype="bfloat16", device=device))  # type: ignore[arg-type]
+        assert planned.weight_bytes == spec.weight_bytes
+        held[device] = spec.weight_bytes
+    assert held["cpu"] < held["cuda"]
+
+
 @pytest.mark.parametrize(
     "kind",
     [

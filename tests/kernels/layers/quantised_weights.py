@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from coatcheck.kernels import native
@@ -19,7 +21,8 @@ def random_weight(
     has_zeros: bool = False,
     is_ordered: bool = False,
 ) -> QuantisedWeight:
-    """Codes over their whole range. `is_ordered`: columns belong to groups in a random order."""
+    """Codes over their whole range. `is_ordered`: columns belong to groups in a random order. With scales in e4m3 the
+    weight has `row_scales`."""
     groups = -(-columns // group)
     match kind:
         case CodeKind.INT8:
@@ -32,10 +35,14 @@ def random_weight(
     if scales == torch.uint8:
         factors = torch.randint(118, 126, (rows, groups), dtype=torch.uint8)
     else:
-        factors = (torch.rand(rows, groups) * 0.1 + 0.01).to(scales)
+        size = 100.0 if scales == torch.float8_e4m3fn else 0.1
+        factors = (torch.rand(rows, groups) * size + size / 10).to(scales)
     zeros = torch.randint(-9, 9, (rows, groups)) if has_zeros else None
     order = torch.randperm(columns).to(torch.int32) if is_ordered else None
-    return QuantisedWeight.of_codes(kind, codes, factors, group, dtype, zeros, order)
+    weight = QuantisedWeight.of_codes(kind, codes, factors, group, dtype, zeros, order)
+    if scales == torch.float8_e4m3fn:
+        return replace(weight, row_scales=torch.rand(rows, 1) * 1e-3 + 1e-4)
+    return weight
 
 
 def multiplies_rounded_weights(kind: CodeKind) -> bool:

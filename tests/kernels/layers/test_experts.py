@@ -140,12 +140,22 @@ def test_two_ranks_add_up_to_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", CodeKind)
-def test_quantised_experts_give_the_products_of_their_dequantised_weights(dtype: torch.dtype, kind: CodeKind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "scales"),
+    [
+        (CodeKind.INT8, torch.float16),
+        (CodeKind.INT4, torch.float16),
+        (CodeKind.FP8, torch.float16),
+        (CodeKind.FP4, torch.uint8),
+        (CodeKind.FP4, torch.float8_e4m3fn),
+    ],
+)
+def test_quantised_experts_give_the_products_of_their_dequantised_weights(
+    dtype: torch.dtype, kind: CodeKind, scales: torch.dtype
+) -> None:
     """Experts that stay quantised give the bits of their dequantised weights, or, where the processor does not round
     these to bfloat16, results as near as a rounded sum can be. They take the bytes of their codes."""
-    scales = torch.uint8 if kind is CodeKind.FP4 else torch.float16
-    has_zeros = kind in (CodeKind.INT8, CodeKind.INT4)
+    has_zeros, has_row_scales = kind in (CodeKind.INT8, CodeKind.INT4), scales == torch.float8_e4m3fn
 
     def experts(rows: int, columns: int, group: int) -> QuantisedExperts:
         shape = (EXPERTS * rows, columns, group, dtype)
@@ -155,7 +165,10 @@ def test_quantised_experts_give_the_products_of_their_dequantised_weights(dtype:
     bias = torch.randn(EXPERTS, 2 * INNER).to(dtype)
     quantised = PackedExperts(gate_up, down, top_k=TOP_K, gate_up_bias=bias)
     plain = PackedExperts(gate_up.dequantise(), down.dequantise(), top_k=TOP_K, gate_up_bias=bias)
-    assert len(quantised.parts[0]) == 2 + has_zeros and quantised.parts[0][0].nbytes < plain.parts[0][0].nbytes / 1.5
+    assert (
+        len(quantised.parts[0]) == 2 + has_zeros + has_row_scales
+        and quantised.parts[0][0].nbytes < plain.parts[0][0].nbytes / 1.5
+    )
     is_rounded = dtype == torch.float32 or multiplies_rounded_weights(kind)
     for tokens in (1, 90):
         x = torch.randn(tokens, HIDDEN).to(dtype) / 8

@@ -28,7 +28,8 @@ def integer_product(weight: QuantisedWeight, x: torch.Tensor) -> torch.Tensor:
     """The definition in kernels/csrc/integer_rows.h, in float32."""
     if weight.order is not None:
         x, weight = x[:, weight.order.long()], replace(weight, order=None)
-    numbers = replace(weight, scales=torch.ones(weight.scales.shape)).dequantise(torch.float64)
+    scales = weight.without_row_scales().scales
+    numbers = replace(weight, scales=torch.ones(scales.shape), row_scales=None).dequantise(torch.float64)
     y = torch.zeros(len(x), weight.shape[0])
     for start in range(0, weight.shape[1], weight.group):
         stop = min(start + weight.group, weight.shape[1])
@@ -39,7 +40,7 @@ def integer_product(weight: QuantisedWeight, x: torch.Tensor) -> torch.Tensor:
                 (torch.frexp(largest).exponent - 1).where(largest > 0, -100).clamp(min=-100).double() - 14
             )
             sums = ((chunk / unit).round() @ numbers[:, first : min(first + 128, stop)].T).float() * unit.float()
-            scale = weight.scales[:, start // weight.group]
+            scale = scales[:, start // weight.group]
             y = (sums.double() * scale.double() + y.double()).float()
     return y
 
@@ -56,10 +57,13 @@ def test_integer_products_have_the_bits_of_their_definition(
     x is 1,000 times as large as the others."""
     torch.manual_seed(depth)
     has_zeros, is_ordered = group in (40, 320) and kind != CodeKind.FP4, group == 32
-    weight = random_weight(kind, 70, depth, group, torch.bfloat16, has_zeros=has_zeros, is_ordered=is_ordered)
+    scales = torch.float8_e4m3fn if group == 16 else torch.float32
+    weight = random_weight(
+        kind, 70, depth, group, torch.bfloat16, scales=scales, has_zeros=has_zeros, is_ordered=is_ordered
+    )
     bias = torch.randn(70).bfloat16()
     linear = PackedLinear(weight, bias)
-    for rows in (1, 2, 3, 70):
+    for rows in (1, 2, 3, 7, 70):
         x = torch.randn(rows, depth) * torch.logspace(-3, 3, rows)[:, None]
         x[:, 77] *= outlier
         x = x.bfloat16()

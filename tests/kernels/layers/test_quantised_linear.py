@@ -30,6 +30,8 @@ SHAPES = [(100, 130, 130), (129, 256, 128), (17, 200, 40), (70, 208, 16)]  # fea
         (CodeKind.FP8, torch.uint8, False),
         (CodeKind.FP4, torch.uint8, False),
         (CodeKind.FP4, torch.float32, False),
+        (CodeKind.FP4, torch.float8_e4m3fn, False),
+        (CodeKind.INT4, torch.float8_e4m3fn, True),
     ],
 )
 def test_the_product_is_that_of_the_dequantised_weight(
@@ -54,7 +56,9 @@ def test_the_product_is_that_of_the_dequantised_weight(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", CodeKind)
-@pytest.mark.parametrize(("depth", "group"), [(96, 32), (400, 40), (416, 416)])  # more depth than is unpacked at a time
+@pytest.mark.parametrize(
+    ("depth", "group"), [(96, 32), (208, 16), (400, 40), (416, 416)]
+)  # more depth than is unpacked at a time
 def test_a_row_never_depends_on_its_neighbours(dtype: torch.dtype, kind: CodeKind, depth: int, group: int) -> None:
     """The result of a row has the same bits alone, beside few rows, and in any batch."""
     has_zeros = group == 40 and kind in (CodeKind.INT8, CodeKind.INT4)
@@ -63,6 +67,21 @@ def test_a_row_never_depends_on_its_neighbours(dtype: torch.dtype, kind: CodeKin
     whole = linear(x)
     for first, last in ((0, 1), (1, 3), (3, 6), (6, 10), (5, 12), (100, 124), (3, 199)):
         assert torch.equal(linear(x[first:last]), whole[first:last])
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_every_scale_in_e4m3_is_exact(rows: int) -> None:
+    """Subnormal and negative ones too, times the scale of the row."""
+    bits = torch.arange(256).where(torch.arange(256) & 127 < 127, 0).to(torch.uint8)  # 127 is NaN
+    weight = QuantisedWeight(
+        CodeKind.FP4, (64, 2048), torch.full((64, 1024), 0x22, dtype=torch.uint8),  # the number 1
+        bits.view(torch.float8_e4m3fn).repeat(64, 1), 8, torch.bfloat16, row_scales=torch.logspace(-3, 3, 64)[:, None],
+    )  # fmt: skip
+    exact = bits.view(torch.float8_e4m3fn).float() * weight.row_scales
+    x, linear = torch.zeros(rows, 2048).bfloat16(), PackedLinear(weight)
+    for group in range(256):
+        x.zero_()[:, 8 * group] = 1.0
+        assert torch.equal(linear(x), exact[:, group].bfloat16().expand(rows, 64))
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -97,6 +116,9 @@ def test_a_packed_weight_takes_the_bytes_of_its_codes() -> None:
     linear = PackedLinear(weight)
     assert linear.form == "native" and weight.nbytes == 128 * 256 // 2 + 128 * 8 * 3
     assert sum(part.nbytes for part in linear.parts) == weight.nbytes
+    weight = random_weight(CodeKind.FP4, 128, 256, 16, torch.bfloat16, scales=torch.float8_e4m3fn)
+    linear = PackedLinear(weight)  # as NVFP4: 4.5 bits for a weight, and a number for each row
+    assert sum(part.nbytes for part in linear.parts) == weight.nbytes == 128 * 256 * 9 // 16 + 128 * 4
 
 
 def test_codes_for_gpus_are_packed_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,10 +138,12 @@ def test_groups_that_words_of_codes_cut_are_dequantised() -> None:
     torch.testing.assert_close(PackedLinear(weight)(x), F.linear(x, weight.dequantise()), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("scales", [torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("kind", CodeKind)
-def test_parts_of_a_weight_are_parts_of_the_dequantised_weight(kind: CodeKind) -> None:
+def test_parts_of_a_weight_are_parts_of_the_dequantised_weight(kind: CodeKind, scales: torch.dtype) -> None:
     """Rows, columns that cut groups, and weights one below the other are those of the dequantised weight."""
-    weight = random_weight(kind, 40, 96, 32, torch.float32, has_zeros=kind in (CodeKind.INT8, CodeKind.INT4))
+    has_zeros = kind in (CodeKind.INT8, CodeKind.INT4)
+    weight = random_weight(kind, 40, 96, 32, torch.float32, scales=scales, has_zeros=has_zeros)
     whole = weight.dequantise()
     ranges = ((3, 10), (20, 40))
     assert torch.equal(weight.select_rows(ranges).dequantise(), torch.cat([whole[a:b] for a, b in ranges]))
@@ -128,7 +152,9 @@ def test_parts_of_a_weight_are_parts_of_the_dequantised_weight(kind: CodeKind) -
         assert part is not None and torch.equal(part.dequantise(), whole[:, start:stop])
     both = QuantisedWeight.concatenate([weight, weight.select_rows(ranges)])
     assert both is not None and torch.equal(both.dequantise()[40:], weight.select_rows(ranges).dequantise())
-    other = random_weight(kind, 8, 96, 16, torch.float32, has_zeros=weight.zeros is not None)
+    wide = weight.without_row_scales()
+    assert wide.scales.dtype == torch.float32 and wide.row_scales is None and torch.equal(wide.dequantise(), whole)
+    other = random_weight(kind, 8, 96, 16, torch.float32, scales=scales, has_zeros=has_zeros)
     assert QuantisedWeight.concatenate([weight, other]) is None
     ordered = random_weight(kind, 40, 96, 32, torch.float32, is_ordered=True)
     assert ordered.select_columns(0, 48) is None
