@@ -73,11 +73,12 @@ def test_a_row_never_depends_on_its_neighbours(dtype: torch.dtype, kind: CodeKin
 def test_every_scale_in_e4m3_is_exact(rows: int) -> None:
     """Subnormal and negative ones too, times the scale of the row."""
     bits = torch.arange(256).where(torch.arange(256) & 127 < 127, 0).to(torch.uint8)  # 127 is NaN
+    of_rows = torch.logspace(-3, 3, 64)[:, None]
     weight = QuantisedWeight(
         CodeKind.FP4, (64, 2048), torch.full((64, 1024), 0x22, dtype=torch.uint8),  # the number 1
-        bits.view(torch.float8_e4m3fn).repeat(64, 1), 8, torch.bfloat16, row_scales=torch.logspace(-3, 3, 64)[:, None],
+        bits.view(torch.float8_e4m3fn).repeat(64, 1), 8, torch.bfloat16, row_scales=of_rows,
     )  # fmt: skip
-    exact = bits.view(torch.float8_e4m3fn).float() * weight.row_scales
+    exact = bits.view(torch.float8_e4m3fn).float() * of_rows
     x, linear = torch.zeros(rows, 2048).bfloat16(), PackedLinear(weight)
     for group in range(256):
         x.zero_()[:, 8 * group] = 1.0
