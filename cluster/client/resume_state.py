@@ -27,8 +27,8 @@ class ResumeState:
         return sum(map(len, self._ids.values()))
 
     def request(self) -> pb.GenerateRequest:
-        """The original request, or, after the start, the request with its seed, its id, the ticket of its last router
-        and the received token ids."""
+        """The original request. After Started: the request with its seed, its id, its newest ticket and the received
+        token ids."""
         if self._started is None:
             return self._request
         resumed_request = pb.GenerateRequest()
@@ -54,7 +54,8 @@ class ResumeState:
                 self._ended.add(delta.choice)
         elif kind == "started":
             self._router_prompt_logprobs = 0
-            self._resume_ticket = event.started.resume_ticket
+            # A router of an older version sends no ticket. The next router may accept the former one.
+            self._resume_ticket = event.started.resume_ticket or self._resume_ticket
             if self._started is not None:
                 return None
             self._started = event.started

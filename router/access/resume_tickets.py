@@ -1,14 +1,16 @@
-"""ResumeTickets: proofs that a router of this cluster has admitted a request, so that its resume need not be admitted.
+"""ResumeTickets: proofs that a router of this cluster has admitted a request. A resume with its ticket is not refused.
 
-`Started` brings the ticket of its request. A client that loses its router sends the ticket to another router, with the
-request and the token ids that it has. Like a TLS session ticket (RFC 5077) it holds all that is needed to check it:
-routers share a key, but no memory.
+`Started` has the ticket of its request. A client that loses its router sends the ticket to another router, with the
+request and the token ids that it has. Like a TLS session ticket (RFC 5077), a ticket holds all that is needed to check
+it: routers share a key, but no memory.
 
-    ticket    8 bytes: when it expires, in seconds since 1970; 32 bytes: HMAC-SHA256 of this time and the request
-    request   the tenant's name, the request's id and seed, and a digest of all other fields except `resume`
+    8 bytes    when the ticket expires, in seconds since 1970
+    32 bytes   digest of the request: all fields except its id, its seed and `resume`
+    32 bytes   HMAC-SHA256 of these 40 bytes, the tenant's name, the request's id and its seed
 
-So a ticket is of use only for the same request of the same tenant, which gives the same tokens again. A router accepts
-a ticket at most 16 times.
+A ticket admits only the same request of the same tenant, which gives the same tokens again, and at most 16 times at
+each router. A forged ticket is refused by its HMAC, before the rest of the message is read: a tenant that has reached
+its rate limit must not cost more with one.
 """
 
 import hashlib
@@ -27,14 +29,18 @@ from coatcheck.router.access.tenant import Tenant
 
 _LIFETIME_SECONDS: Final = 86_400  # longer than any stream
 _TIME_BYTES: Final = 8
-_MAX_RESUMES: Final = 16  # on one router; a stream is rarely lost more often, and each copy of it costs as much again
+_HASH_BYTES: Final = 32
+# Max characters of a request id. validate_request admits no longer one, and a megabyte would block the event loop.
+_LONGEST_ID: Final = 256
+# Resumes with one ticket at one router. A stream is rarely lost more often, and each resume may compute it anew.
+_MAX_RESUMES: Final = 16
 _SLICE: Final = 16384  # token ids
-# The numbers of resumes are kept for this many tickets. Beyond it the ticket that was first used first is forgotten.
+# A router counts the resumes of this many tickets. For one more it forgets the ticket that was first redeemed first.
 _MAX_TICKETS: Final = 1 << 16
 
 
 class ResumeTickets:
-    """`key`: the same in all routers of a cluster, and in a router that is started again. b"": a random one, which no
+    """`key`: the same at all routers of a cluster, also after a router is started again. b"": a random key, which no
     other router has."""
 
     def __init__(self, key: bytes = b"", clock: Callable[[], float] = time.time) -> None:
@@ -44,15 +50,19 @@ class ResumeTickets:
 
     def issue(self, digest: bytes, tenant: Tenant, request_id: str, seed: int | None) -> bytes:
         """The ticket of a request that was admitted now. `digest`: see `digest_request`."""
-        expiry = (int(self._clock()) + _LIFETIME_SECONDS).to_bytes(_TIME_BYTES)
-        return expiry + self._authenticate(expiry, digest, tenant, request_id, seed)
+        signed = (int(self._clock()) + _LIFETIME_SECONDS).to_bytes(_TIME_BYTES) + digest
+        return signed + self._authenticate(signed, tenant, request_id, seed)
 
-    def accept(self, message: GenerateRequest, digest: bytes, tenant: Tenant) -> bytes:
-        """The ticket of `message` if it shows that the request was admitted before, else b"". Counts the resume."""
+    def redeem(self, message: GenerateRequest, tenant: Tenant) -> bytes:
+        """The digest of the request that the ticket of `message` admits; the caller must compare it with the digest of
+        `message`. b"" if the ticket is not one of this cluster for this tenant, request id and seed, if it has expired,
+        or if this router has redeemed it 16 times. Takes microseconds, whatever the size of the message."""
         ticket = message.resume_ticket
-        expiry = ticket[:_TIME_BYTES]
-        code = self._authenticate(expiry, digest, tenant, message.request_id, message.sampling.seed)
-        if not hmac.compare_digest(ticket[_TIME_BYTES:], code) or int.from_bytes(expiry) < self._clock():
+        if len(ticket) != _TIME_BYTES + 2 * _HASH_BYTES or len(message.request_id) > _LONGEST_ID:
+            return b""
+        signed, code = ticket[:-_HASH_BYTES], ticket[-_HASH_BYTES:]
+        expected = self._authenticate(signed, tenant, message.request_id, message.sampling.seed)
+        if not hmac.compare_digest(code, expected) or int.from_bytes(signed[:_TIME_BYTES]) < self._clock():
             return b""
         resumes = self._resumes.get(ticket, 0)
         if resumes >= _MAX_RESUMES:
@@ -60,19 +70,20 @@ class ResumeTickets:
         if not resumes and len(self._resumes) >= _MAX_TICKETS:
             del self._resumes[next(iter(self._resumes))]
         self._resumes[ticket] = resumes + 1
-        return ticket
+        return signed[_TIME_BYTES:]
 
-    def _authenticate(self, expiry: bytes, digest: bytes, tenant: Tenant, request_id: str, seed: int | None) -> bytes:
+    def _authenticate(self, signed: bytes, tenant: Tenant, request_id: str, seed: int | None) -> bytes:
         names = json.dumps([tenant.name, request_id, seed]).encode()
-        return hmac.digest(self._key, expiry + digest + names, "sha256")
+        return hmac.digest(self._key, signed + names, "sha256")
 
 
 def digest_request(message: GenerateRequest) -> bytes:
-    """SHA-256 of the fields that a resume repeats from the first request. Not `request_id` and the seed: the router
-    chooses them if the first request has none.
+    """SHA-256 of the fields that a resume repeats from the first request. `request_id` and the seed are left out,
+    because the router chooses them if the first request has none.
 
-    Two versions of protobuf might serialise a field differently. Then the one does not accept a ticket of the other,
-    and the resume is admitted as a new request.
+    Two versions of protobuf might serialise a field differently. Then routers with one version refuse tickets of
+    routers with the other one, and the resume is admitted as a new request. Call `check_entries` first: to serialise
+    millions of entries holds the GIL for over half a second.
     """
     digest = hashlib.sha256()
     for field, value in message.ListFields():
@@ -84,7 +95,8 @@ def digest_request(message: GenerateRequest) -> bytes:
 
 
 def _field_parts(name: str, value: Any) -> Iterator[bytes]:
-    """The bytes of a field. None of a `sampling` with only a seed: the first request may have no `sampling` at all."""
+    """The bytes of a field, in parts. No part for a `sampling` with only a seed: the first request may have no
+    `sampling` at all."""
     if name == "token_ids" and len(value.ids) > _SLICE:  # one call for a million ids would hold the GIL for 13 ms
         for start in range(0, len(value.ids), _SLICE):
             yield array("I", value.ids[start : start + _SLICE]).tobytes()

@@ -33,7 +33,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
 from coatcheck.proto.tracing import Tracing
 from coatcheck.router.access.rate_limits import TenantLimits
-from coatcheck.router.access.resume_tickets import ResumeTickets, digest_request
+from coatcheck.router.access.resume_tickets import ResumeTickets
 from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.grammar_validator import GrammarValidator
@@ -166,9 +166,9 @@ class GenerateService:
         failure: BaseException | None = None
         try:
             with self._traffic.count_request(tenant):
-                digest = await self._off_loop(digest_request, message) if message.resume_ticket else b""
-                accepted_ticket = self._tickets.accept(message, digest, tenant)
-                if not accepted_ticket:  # before the prompt is tokenised; else a router has admitted the request before
+                admitted = self._tickets.redeem(message, tenant)
+                is_admitted = bool(admitted) and admitted == await self._off_loop(check_and_digest, message)
+                if not is_admitted:  # a new request, which may be refused before its prompt is tokenised
                     self._limits.charge_request(tenant)
                     self._dispatcher.require_room(tenant, tenant.effective_priority(message.priority), options.deadline)
                 request = await self._validate(message, tenant, options.deadline)
@@ -184,8 +184,8 @@ class GenerateService:
                     self._dispatcher,
                     self._config,
                     make_detokenizer,
-                    is_admitted=bool(accepted_ticket),
-                    resume_ticket=accepted_ticket or issued_ticket,
+                    is_admitted=is_admitted,
+                    resume_ticket=message.resume_ticket if is_admitted else issued_ticket,
                 )
                 try:
                     with self._wide.reserve(request, self._vocab_size()):

@@ -83,7 +83,7 @@ def encode_long_prompt(
 
 
 def check_and_digest(message: GenerateRequest) -> bytes:
-    """Checks the message as check_entries does. Returns its digest_request."""
+    """Checks the message as `check_entries` does, and returns its `digest_request`."""
     check_entries(message)
     return digest_request(message)
 

@@ -20,10 +20,11 @@ def test_prompt_scores_come_in_parts_and_only_once() -> None:
     assert took(1) == [] and took(2, 3, 4) == [4] and took(5) == [5]
 
 
-def test_a_resume_has_the_ticket_of_the_last_router() -> None:
-    """Before the first event the request is sent as it is. A router that does not know a ticket gives another one."""
+def test_a_resume_has_the_newest_ticket() -> None:
+    """Before the first event the request is sent as it is. A router that does not accept a ticket sends another one.
+    One of an older version sends none, and the former ticket is kept for the router after it."""
     delivered = ResumeState(pb.GenerateRequest(text="a"))
     assert delivered.request() == pb.GenerateRequest(text="a")
-    for ticket in (b"first", b"second"):
+    for ticket in (b"first", b"second", b""):
         delivered.record_event(pb.GenerateEvent(started=pb.Started(request_id="r", seed=1, resume_ticket=ticket)))
-        assert delivered.request().resume_ticket == ticket
+        assert delivered.request().resume_ticket == (ticket or b"second")

@@ -1,5 +1,7 @@
 """A ticket admits the resume of one request of one tenant, a few times, for a day."""
 
+import time
+
 import pytest
 
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, Resumed, SamplingParams
@@ -27,8 +29,8 @@ def resume(ticket: bytes, first: GenerateRequest = FIRST) -> GenerateRequest:
 
 
 def is_accepted(message: GenerateRequest, tenant: Tenant = SEARCH, key: bytes = KEY, now: float = 1000.0) -> bool:
-    """Whether a router that has accepted no ticket before accepts that of `message`."""
-    return bool(ResumeTickets(key, lambda: now).accept(message, digest_request(message), tenant))
+    """Whether the ticket of `message` admits it at a router that has redeemed no ticket before."""
+    return ResumeTickets(key, lambda: now).redeem(message, tenant) == digest_request(message)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +67,18 @@ def test_a_ticket_is_of_no_use_for_anything_else() -> None:
 def test_made_up_tickets_are_refused() -> None:
     """A ticket of any length, or with another expiry, is refused and not an error."""
     ticket = issue()
-    for other in (b"", b"x", ticket[:8], ticket[:-1], ticket + b"x", bytes(40), b"\xff" * 8 + ticket[8:]):
+    for other in (b"", b"x", ticket[:8], ticket[:-1], ticket + b"x", bytes(len(ticket)), b"\xff" * 8 + ticket[8:]):
         assert not is_accepted(resume(other))
+
+
+def test_a_forged_ticket_is_refused_without_reading_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`redeem` reads only the ticket, the id and the seed. It hashes no id that is longer than any admitted one: 30 MB
+    would block the event loop for half a second."""
+    tickets = ResumeTickets(KEY)
+    monkeypatch.setattr(tickets, "_authenticate", None)  # a call would fail
+    message = resume(bytes(72))
+    message.request_id = "r" * 257
+    assert tickets.redeem(message, SEARCH) == tickets.redeem(resume(b"short"), SEARCH) == b""
 
 
 def test_a_ticket_expires() -> None:
@@ -77,7 +89,7 @@ def test_a_ticket_expires() -> None:
 
 
 def test_copies_of_a_ticket_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One router accepts a ticket 16 times, and counts for a bounded number of tickets."""
+    """One router redeems a ticket 16 times, and counts for a bounded number of tickets."""
     tickets = ResumeTickets(KEY)
     messages = []
     for prompt in "abc":
@@ -85,8 +97,17 @@ def test_copies_of_a_ticket_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         digest = digest_request(first)
         message = resume(tickets.issue(digest, SEARCH, "r", 7), first)
         messages.append((message, digest))
-    accepted = [tickets.accept(*messages[0], SEARCH) for _ in range(17)]
-    assert accepted == [messages[0][0].resume_ticket] * 16 + [b""]
+    redeemed = [tickets.redeem(messages[0][0], SEARCH) for _ in range(17)]
+    assert redeemed == [messages[0][1]] * 16 + [b""]
     monkeypatch.setattr(resume_tickets, "_MAX_TICKETS", 2)
-    assert tickets.accept(*messages[1], SEARCH) and not tickets.accept(*messages[0], SEARCH)
-    assert tickets.accept(*messages[2], SEARCH) and len(tickets._resumes) == 2
+    assert tickets.redeem(messages[1][0], SEARCH) and not tickets.redeem(messages[0][0], SEARCH)
+    assert tickets.redeem(messages[2][0], SEARCH) and len(tickets._resumes) == 2
+
+
+def test_a_ticket_with_other_messages_is_bounded_too() -> None:
+    """A router reads at most 16 messages because of one ticket, also if none of them is the ticket's own."""
+    tickets = ResumeTickets(KEY)
+    message = resume(issue(now=time.time()))
+    message.text = "another fox"
+    redeemed = [tickets.redeem(message, SEARCH) for _ in range(17)]
+    assert redeemed == [digest_request(FIRST)] * 16 + [b""]

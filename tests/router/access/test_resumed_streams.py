@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
-from coatcheck.proto.errors import Overloaded
+from coatcheck.proto.errors import InvalidRequest, Overloaded
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, GenerateResponse, StatusRequest
 from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from coatcheck.router.serving.generate_service import CallOptions
@@ -63,6 +63,24 @@ async def test_only_a_ticket_passes_the_rate_limit(start_router: StartRouter) ->
     await generate(router, request, other)
     with pytest.raises(Overloaded):
         await generate(router, request, other)
+
+
+async def test_a_ticket_does_not_make_a_huge_request_cheaper(start_router: StartRouter) -> None:
+    """A tenant over its rate limit is refused before its message is checked, also with a forged ticket. With a genuine
+    ticket the number of entries is checked before they are hashed."""
+    request, _ = await lost_stream(start_router)
+    router = await start_router(FakeGroup(), resume_key=KEY)
+    tenant = Tenant("anonymous", requests_per_minute=1)
+    await generate(router, without_ticket(request), tenant)
+    huge = without_ticket(request)
+    huge.sampling.stop.extend([""] * 20_000)
+    for forged in (b"x", bytes(72)):
+        huge.resume_ticket = forged
+        with pytest.raises(Overloaded, match="1 requests a minute"):
+            await generate(router, huge, tenant)
+    huge.resume_ticket = request.resume_ticket
+    with pytest.raises(InvalidRequest, match="stop has 20000 entries"):
+        await generate(router, huge, tenant)
 
 
 async def test_only_a_ticket_passes_the_queue(start_router: StartRouter) -> None:
