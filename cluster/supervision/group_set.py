@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Removal:
-    """`leaving`: the groups that will be removed. `drain`: done when no router has requests on them, or when their time
-    is over. `is_given_up`: the groups stay."""
+    """A removal that drains its groups. `leaving`: these groups. `drain`: done when no router has requests on them, or
+    when `drain_seconds` are over. `is_given_up`: the groups are not removed."""
 
     leaving: list[GroupSupervisor]
     drain: "asyncio.Future[list[None]]"
@@ -48,9 +48,9 @@ class _Removal:
 class GroupSet:
     """All groups of a cluster. Sends every change of a group's state to `routers`.
 
-    `is_restarted`: whether a former supervisor has started the groups. Restarts and removals, which drain groups, run
-    one at a time. Groups are added at once, also while a group drains for a restart. A removal whose groups still drain
-    is then given up, because groups that drain have their cache and are ready at once.
+    `is_restarted`: whether a former supervisor has started the groups. Restarts and removals drain groups, and run one
+    at a time. An addition does not wait for a drain. It ends every removal that waits or drains: those groups have
+    their cache and serve at once.
     """
 
     def __init__(
@@ -75,9 +75,10 @@ class GroupSet:
         self._task_group: asyncio.TaskGroup | None = None
         self._removed: set[str] = set()  # names of removed groups; Ray's key-value store holds their start numbers
         self._growing: set[str] = set()  # groups that `_add_groups` is adding; if one fails, the cluster does not fail
+        self._growths = 0  # number of commands that wanted more groups; each ends the removals that came before it
         self._drain_lock = asyncio.Lock()  # held by a restart, and by a removal from its drain to its end
         self._size_lock = asyncio.Lock()  # held while groups are added, and while the drained groups are removed
-        self._removal: _Removal | None = None
+        self._removal: _Removal | None = None  # the removal that drains its groups, or removes them
         self._poll_interval = PollInterval(_CHECK_SECONDS)
 
     @property
@@ -93,7 +94,7 @@ class GroupSet:
 
     @property
     def size(self) -> int:
-        """The number of groups, without those that are being removed. Before they are started: the configured
+        """The number of groups, without those that are being removed. Before any group is started: the configured
         number."""
         leaving = self._removal.leaving if self._removal is not None else ()
         return sum(supervisor not in leaving for supervisor in self._supervisors) or self._configured_size()
@@ -158,8 +159,8 @@ class GroupSet:
         await self._change_size(groups, drain_seconds)
 
     async def scale_groups_from(self, before: int, groups: int, drain_seconds: float) -> None:
-        """As `scale_groups`, but does nothing unless `size` is `before` when no other change of the number runs any
-        more: the caller chose `groups` because there were `before`."""
+        """As `scale_groups`, but does nothing if `size` is not `before` once the change may begin: another command has
+        changed the number since the caller chose `groups`."""
         await self._change_size(groups, drain_seconds, before)
 
     async def stop_groups(self, *, now: bool) -> None:
@@ -182,11 +183,13 @@ class GroupSet:
             if before not in (None, self.size):
                 return
             if groups > self.size:
+                self._growths += 1
                 self._give_up_removal()
                 if groups > len(self._supervisors):
                     await self._add_groups(groups)
+            growths = self._growths
         if groups < len(self._supervisors):
-            await self._remove_groups(groups, drain_seconds, before)
+            await self._remove_groups(groups, drain_seconds, before, growths)
 
     async def _add_groups(self, groups: int) -> None:
         """Add groups until there are `groups`. If one finds no room or does not serve, remove all that were added.
@@ -220,14 +223,16 @@ class GroupSet:
         finally:
             self._growing.difference_update(names)
 
-    async def _remove_groups(self, groups: int, drain_seconds: float, before: int | None) -> None:
+    async def _remove_groups(self, groups: int, drain_seconds: float, before: int | None, growths: int) -> None:
         """Remove the last groups until there are `groups`. Requests that run after `drain_seconds` move to others.
-        Raises Unavailable if more groups are wanted while they drain."""
+        Raises Unavailable if more groups are wanted meanwhile: then `_growths` is not `growths` any more."""
         async with self._drain_lock:
             async with self._size_lock:
                 leaving = self._supervisors[groups:]
                 if not leaving or before not in (None, self.size):
                     return
+                if growths != self._growths:
+                    raise _given_up(leaving)
                 removal = self._removal = await self._begin_removal(leaving, drain_seconds)
             try:
                 await removal.drain
@@ -241,8 +246,7 @@ class GroupSet:
             finally:
                 if self._removal is removal:
                     self._give_up_removal()
-            names = ", ".join(supervisor.state.name for supervisor in leaving)
-            raise Unavailable(f"{names} began to drain, but more groups are wanted now, so the removal was given up")
+            raise _given_up(leaving)
 
     async def _begin_removal(self, leaving: list[GroupSupervisor], drain_seconds: float) -> "_Removal":
         staying = [supervisor.state for supervisor in self._supervisors if supervisor not in leaving]
@@ -265,7 +269,7 @@ class GroupSet:
         _log.info("%s now", counted(len(self._supervisors), "group"))
 
     def _give_up_removal(self) -> None:
-        """Keep the groups that drain before their removal, if any. `_remove_groups` then fails."""
+        """Keep the groups of the removal that drains, if any. Its `_remove_groups` then raises Unavailable."""
         removal, self._removal = self._removal, None
         if removal is not None:
             removal.is_given_up = True
@@ -340,3 +344,8 @@ class GroupSet:
 
     def _publish_states(self) -> None:
         self._routers.set_groups(self.states)
+
+
+def _given_up(leaving: Sequence[GroupSupervisor]) -> Unavailable:
+    names = ", ".join(supervisor.state.name for supervisor in leaving)
+    return Unavailable(f"the removal of {names} was given up, because more groups are wanted now")

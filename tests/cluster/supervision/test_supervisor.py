@@ -166,13 +166,33 @@ async def test_groups_are_added_while_others_drain(cluster: Cluster) -> None:
         await drains(cluster, "group-1")
         assert (await actor.get_config()).groups == 1 and cluster.numbers[ray_kv.GROUP_COUNT] == 3
         scaling = asyncio.create_task(actor.scale_groups(wanted, 0.0 if wanted == 2 else 1000.0))
-        with pytest.raises(Unavailable, match="group-1, group-2 began to drain, but more groups are wanted now"):
+        with pytest.raises(Unavailable, match="the removal of group-1, group-2 was given up, because more groups"):
             await asyncio.wait_for(removal, MAX_WAIT_SECONDS)
         await asyncio.wait_for(scaling, MAX_WAIT_SECONDS)
         assert await cluster.states() == {f"group-{number}": "serving" for number in range(wanted)}
         assert (await actor.get_config()).groups == cluster.numbers[ray_kv.GROUP_COUNT] == wanted
         if wanted == 2:
             await actor.scale_groups(3, 1.0)
+
+
+async def test_a_removal_that_waits_is_given_up_too(cluster: Cluster) -> None:
+    """The command that was given last counts. A removal that has waited for a restart, or for another removal, begins
+    no drain once more groups were wanted."""
+    actor = cluster.supervisor
+    await actor.scale_groups(3, 1.0)
+    cluster.router.waiting = 5
+    first = asyncio.create_task(actor.scale_groups(2, 1000.0))
+    await drains(cluster, "group-2")
+    second = asyncio.create_task(actor.scale_groups(2, 1000.0))
+    restart = asyncio.create_task(actor.restart_group("group-1", 0.5))
+    third = asyncio.create_task(actor.scale_groups(1, 1000.0))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(actor.scale_groups(3, 1.0), MAX_WAIT_SECONDS)
+    for removal, names in ((first, "group-2"), (second, "group-2"), (third, "group-1, group-2")):
+        with pytest.raises(Unavailable, match=f"the removal of {names} was given up, because more groups are wanted"):
+            await asyncio.wait_for(removal, MAX_WAIT_SECONDS)
+    await asyncio.wait_for(restart, MAX_WAIT_SECONDS)
+    assert await cluster.states() == {f"group-{number}": "serving" for number in range(3)}
 
 
 async def test_a_group_is_added_while_another_is_restarted(cluster: Cluster) -> None:
