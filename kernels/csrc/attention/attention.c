@@ -8,8 +8,8 @@
  *
  * If the instruction class has dot products of bfloat16 pairs, a word of a packed chunk is a pair (of dimensions for K,
  * of keys for V). Other elements are converted to bfloat16, which is exact for quantised ones. Otherwise a word is a
- * float32, and values are not packed but widened where they are multiplied. Elements are never multiplied by scales: a
- * key's scale multiplies its scores, a value's scale its weights.
+ * float32, and values are not packed: bfloat16 is widened where it is multiplied, all other elements are converted to
+ * float32 before. Elements are never multiplied by scales: a key's scale multiplies its scores, a value's its weights.
  */
 #include <math.h>
 

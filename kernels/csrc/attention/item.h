@@ -65,10 +65,8 @@ typedef struct {
 INLINE int64_t row_words(int64_t dim) { return (dim / PAIR + WORD_STEP - 1) / WORD_STEP * WORD_STEP; }
 INLINE int64_t key_words(const Attention *a) { return row_words(a->cache->dim) + row_words(a->rope_dim); }
 
-/* The type of the rows that are packed: quantised ones were converted to bfloat16, float16 to float32. */
-INLINE int row_type(const Attention *a) {
-    return HAS_DOT || (a->cache->kind != F32 && a->cache->kind != F16) ? BF16 : F32;
-}
+/* The type of the rows that are packed. Rows of another type are converted to it. */
+INLINE int row_type(const Attention *a) { return HAS_DOT || a->cache->kind == BF16 ? BF16 : F32; }
 
 #if HAS_DOT
 /* 2^x for x <= 0, with an error of 4e-6: vreduceps gives the fraction, a polynomial its power, and vscalefps scales by

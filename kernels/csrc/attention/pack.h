@@ -55,65 +55,70 @@ INLINE void prefetch_rest(const Attention *a, const Parts *next, int64_t p) {
 }
 
 #if !HAS_DOT
-/* The bfloat16 that is exactly x. */
-INLINE uint16_t exact_bf16(float x) { return (uint16_t)(to_bits(x) >> 16); }
-
-INLINE void widen_quantised(uint16_t *to, const uint8_t *row, int64_t dim, int kind) {
+INLINE void widen_as(float *to, const uint8_t *row, int64_t dim, int kind) {
     if (kind == INT4) {
         dim /= 2;
 #pragma omp simd
-        for (int64_t i = 0; i < dim; i++) {
-            to[i] = exact_bf16((float)((row[i] & 15) - 8));
-            to[i + dim] = exact_bf16((float)((row[i] >> 4) - 8));
-        }
+        for (int64_t i = 0; i < dim; i++) to[i] = (float)((row[i] & 15) - 8), to[i + dim] = (float)((row[i] >> 4) - 8);
         return;
     }
 #pragma omp simd
-    for (int64_t i = 0; i < dim; i++) to[i] = exact_bf16(element(row, i, kind));
+    for (int64_t i = 0; i < dim; i++) to[i] = element(row, i, kind);
 }
 
-/* Converts a quantised row to bfloat16, unscaled, which is exact, and a row of float16 to float32. */
+/* Converts a row to float32, unscaled. */
 static void widen_row(void *to, const uint8_t *row, int64_t dim, int64_t kind) {
     switch (kind) {
-    case FP8: widen_quantised(to, row, dim, FP8); break;
-    case INT8: widen_quantised(to, row, dim, INT8); break;
-    case INT4: widen_quantised(to, row, dim, INT4); break;
-    default:
-#pragma omp simd
-        for (int64_t i = 0; i < dim; i++) ((float *)to)[i] = from_f16(((const uint16_t *)row)[i]);
+    case F16: widen_as(to, row, dim, F16); break;
+    case FP8: widen_as(to, row, dim, FP8); break;
+    case INT8: widen_as(to, row, dim, INT8); break;
+    default: widen_as(to, row, dim, INT4);
     }
 }
 #endif
 
-/* Copies a row of a part, converted to row_type. */
-static void copy_row(const Attention *a, uint8_t *to, const uint8_t *row, int64_t dim) {
-    const int64_t kind = a->cache->kind, type = row_type(a);
-    if (kind == type) memcpy(to, row, dim * (type == BF16 ? 2 : 4));
-    else widen_row((void *)to, row, dim, kind);
+/* Copies `count` rows, `stride` bytes apart, as row_type. Returns the end of the copies. */
+static uint8_t *copy_rows(const Attention *a, uint8_t *to, const uint8_t *rows, int64_t stride, int64_t count,
+                          int64_t dim) {
+    const int64_t kind = a->cache->kind, type = row_type(a), bytes = dim * (type == BF16 ? 2 : 4);
+    for (int64_t j = 0; j < count; j++, rows += stride, to += bytes)
+        if (kind == type) memcpy(to, rows, bytes);
+        else widen_row((void *)to, rows, dim, kind);
+    return to;
 }
 
 /* Copies the rows of a chunk to the working memory. */
 static void copy_chunk(const Item *it, Scratch *s, int64_t chunk, Parts *parts) {
     const Attention *a = it->a;
     const KvCache *cache = a->cache;
+    const int32_t *table = a->tables + it->seq * a->table_stride;
     const int64_t size = cache->block_size, bytes = cache->row_bytes, element_bytes = row_type(a) == BF16 ? 2 : 4;
+    uint8_t *k = (uint8_t *)s->wide_k, *v = (uint8_t *)s->wide_v, *rope = (uint8_t *)s->wide_rope;
     parts->k_stride = cache->dim * element_bytes, parts->v_stride = a->value_dim * element_bytes;
     parts->rope_stride = a->rope_dim * element_bytes;
-    for (int64_t j = 0; j < parts->count; j++) {
-        const int64_t id = a->tables[it->seq * a->table_stride + (chunk + j) / size], offset = (chunk + j) % size;
+    for (int64_t p = 0; p < CHUNK / PART; p++) {
+        parts->k[p] = k + p * PART * parts->k_stride, parts->rope[p] = rope + p * PART * parts->rope_stride;
+        parts->v[p] = a->values_are_keys ? parts->k[p] : v + p * PART * parts->v_stride;
+    }
+    for (int64_t j = 0, block = chunk / size, offset = chunk % size; j < parts->count; block++, offset = 0) {
+        const int64_t id = table[block], run = min_i64(size - offset, parts->count - j);
         const int64_t row = row_of(cache, it->kv_head, offset);
-        uint8_t *k = (uint8_t *)s->wide_k + j * parts->k_stride;
-        uint8_t *v = a->values_are_keys ? k : (uint8_t *)s->wide_v + j * parts->v_stride;
-        uint8_t *rope = (uint8_t *)s->wide_rope + j * parts->rope_stride;
-        if (j % PART == 0) parts->k[j / PART] = k, parts->v[j / PART] = v, parts->rope[j / PART] = rope;
-        copy_row(a, k, cache->k + id * cache->k_block + row * bytes, cache->dim);
-        if (!a->values_are_keys) copy_row(a, v, cache->v + id * cache->v_block + row * bytes, a->value_dim);
-        if (a->rope_dim) copy_row(a, rope, a->rope + id * a->rope_block + offset * a->rope_row_bytes, a->rope_dim);
-        if (!cache->k_scales) continue;
-        s->k_scales[j] = from_f16(cache->k_scales[id * cache->k_scales_block + row]);
-        s->v_scales[j] =
-            a->values_are_keys ? s->k_scales[j] : from_f16(cache->v_scales[id * cache->v_scales_block + row]);
-        if (a->rope_dim) s->rope_scales[j] = from_f16(a->rope_scales[id * a->rope_scales_block + offset]);
+        k = copy_rows(a, k, cache->k + id * cache->k_block + row * bytes, bytes, run, cache->dim);
+        if (!a->values_are_keys)
+            v = copy_rows(a, v, cache->v + id * cache->v_block + row * bytes, bytes, run, a->value_dim);
+        if (a->rope_dim)
+            rope = copy_rows(a, rope, a->rope + id * a->rope_block + offset * a->rope_row_bytes, a->rope_row_bytes, run,
+                             a->rope_dim);
+        if (cache->k_scales) {
+            const uint16_t *k_scales = cache->k_scales + id * cache->k_scales_block + row;
+            const uint16_t *v_scales =
+                a->values_are_keys ? k_scales : cache->v_scales + id * cache->v_scales_block + row;
+            for (int64_t i = 0; i < run; i++)
+                s->k_scales[j + i] = from_f16(k_scales[i]), s->v_scales[j + i] = from_f16(v_scales[i]);
+            for (int64_t i = 0; a->rope_dim && i < run; i++)
+                s->rope_scales[j + i] = from_f16(a->rope_scales[id * a->rope_scales_block + offset + i]);
+        }
+        j += run;
     }
 }
 
@@ -150,8 +155,8 @@ INLINE void pack_values(const void *first, const void *second, int64_t dim, int6
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int64_t d = 0; d < dim; d += 32) {
         __mmask32 mask = dim - d >= 32 ? 0xFFFFFFFF : 0x0000FFFF;
-        __m512i x = _mm512_maskz_loadu_epi16(mask, (const uint16_t *)first + d), y = _mm512_setzero_si512();
-        if (second) y = _mm512_maskz_loadu_epi16(mask, (const uint16_t *)second + d);
+        __m512i x = _mm512_maskz_loadu_epi16(mask, (const uint16_t *)first + d);
+        __m512i y = _mm512_maskz_loadu_epi16(second ? mask : 0, (const uint16_t *)(second ? second : first) + d);
         _mm512_storeu_si512(to + value_at(dim, pair, d), _mm512_permutex2var_epi16(x, low, y));
         if (dim - d >= 32) _mm512_storeu_si512(to + value_at(dim, pair, d + 16), _mm512_permutex2var_epi16(x, high, y));
     }

@@ -27,8 +27,8 @@ INLINE Floats add_product(Floats sum, Words a, Words b) {
         } \
     }
 
-/* scores [m][CHUNK]: the products of m rows and the chunk's first `end` keys over words [first, first + count), n vectors
- * of keys at a time. Prefetches the keys of the next chunk, `ahead` bytes of each part for a word; 0: none. */
+/* scores [m][CHUNK]: the products of m rows and the chunk's first `end` keys over words [first, first + count), for n
+ * vectors of keys at a time. Prefetches the keys of the next chunk, `ahead` bytes of each part for a word; 0: none. */
 INLINE void score(const int m, const int n, const Scratch *s, const uint32_t *q, int64_t words, int64_t first,
                   int64_t count, int64_t end, float *to, int64_t ahead) {
     for (int64_t key = 0; key < end; key += n * LANES) {
