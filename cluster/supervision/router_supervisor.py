@@ -25,11 +25,11 @@ _ANSWER_SECONDS = 5.0
 # counted all waits.
 _WAIT_SECONDS = 0.5
 _RESTART_SECONDS = 0.5
-# `restart_router` fails once this many starts in a row have failed. The first may fail because the port of the former
+# `restart_router` fails after this many failed starts in a row. The first may fail because the port of the former
 # process is not free yet.
 _MAX_FAILED_STARTS = 3
-# `restart_router` fails if the router has not served for this long. A start takes a few seconds of CPU time, so a
-# hundredth of a core is enough.
+# `restart_router` fails if the new process does not serve within this time. A start takes a few seconds of CPU time, so
+# the time is enough even with a hundredth of a core.
 _START_SECONDS = 600.0
 
 T = TypeVar("T")
@@ -74,10 +74,11 @@ class RouterSupervisor:
         self._configuration = ""
         self._held = NO_LIST  # the list that the router has, as far as is known
         self._is_stale = asyncio.Event()  # set when the router may lack a change
-        # Cleared by `restart_router`. Set when the router serves, and when `restart_router` should not wait any longer.
+        # `restart_router` waits for it. Set when the new process serves, when too many starts have failed, and when the
+        # router is removed.
         self._restart_ended = asyncio.Event()
         self._failed_starts = 0  # in a row
-        self._log = ""  # path of the process's log on its host; "" until a new process runs
+        self._log = ""  # path of the new process's log on its host; "" until the process answers, and if it was found
         self._is_draining = False
         self._is_restarting = False  # by `restart_router`
         self._is_removed = False
@@ -164,8 +165,9 @@ class RouterSupervisor:
 
         For `announce_seconds` the old process accepts requests, but its health check says that it drains. Then it
         refuses new requests, and its running requests have `drain_seconds` to end. Raises Unavailable if the router
-        does not serve, if the old process is lost before it has drained, if 3 starts in a row fail, if the router does
-        not serve within 600 s, or if its node leaves before. The router is started again in any case but the last.
+        does not serve now, if the old process is lost before it has drained, if 3 starts in a row fail, if the new
+        process does not serve within 600 s, or if the router's node leaves. After an error `supervise_router` still
+        starts the router, unless its node has left.
         """
         actor = self._actor  # `_actor` is None, or another process, if this one is lost meanwhile
         if actor is None or not self.address:
@@ -177,8 +179,9 @@ class RouterSupervisor:
                 await asyncio.sleep(announce_seconds)
             await actor.drain.remote(drain_seconds)
         except RayError as error:
-            why = summarize_error(error)
-            raise Unavailable(f"{self._config.name} was lost before it had drained: {why}; try again") from None
+            self._is_restarting = False  # a process that has refused the call serves on
+            what = "did not drain" if isinstance(error, RayTaskError) else "was lost before it had drained"
+            raise Unavailable(f"{self._config.name} {what}: {_explain_end(error, '')}; try again") from None
         self._failed_starts = 0
         self._restart_ended.clear()
         await self.stop_router(now=False)
@@ -228,8 +231,7 @@ class RouterSupervisor:
                     self._log = await actor.log_file.remote()
             address, http_address = await (_start_router(actor) if is_new else _adopt_router(actor))
         except RayError:
-            # One that was found has ended, and Ray has not noticed yet: no start has failed.
-            self._failed_starts += is_new
+            self._failed_starts += is_new  # a process that was found has ended, which is no failed start
             raise
         if is_new and self._config != config:
             raise _SettingsChanged
@@ -302,13 +304,14 @@ class RouterSupervisor:
 
     def _why_not_serving(self) -> str:
         """Why the router does not serve when `restart_router` gives up."""
+        reason = self._end[1]  # of the last start that failed, or ""
         if self._failed_starts >= _MAX_FAILED_STARTS:
-            return f"{self._end[1]}; {self._failed_starts} starts in a row failed, and it is started again and again"
+            return f"{reason}; {self._failed_starts} starts in a row failed, and the supervisor tries again and again"
         waited = f"within {_START_SECONDS:g} s"
-        before = f"; the start before failed: {self._end[1]}" if self._failed_starts else ""
+        before = f"; the start before failed: {reason}" if reason else ""
         if self._log:
-            return f"its process runs, and does not serve {waited} (log: {self._log}{_last_lines(self._log)}){before}"
-        return f"Ray has started no process for it {waited}; `ray status` shows what Ray lacks{before}"
+            return f"its process runs, but does not serve {waited} (log: {self._log}{_last_lines(self._log)}){before}"
+        return f"no process of it has answered {waited}; `ray status` shows whether Ray has room for it{before}"
 
     def _send_configuration(self) -> None:
         # A router of an older version has no such method.
@@ -348,7 +351,7 @@ async def _answer_in_time(answer: asyncio.Future[T]) -> T:
 
 
 async def _wait_in_parts(future: asyncio.Future[T], seconds: float) -> bool:
-    """Whether `future` is done after at most `seconds`; if not, it is cancelled."""
+    """Wait at most `seconds`. Returns whether `future` is done; if not, it is cancelled."""
     try:
         for _ in range(round(seconds / _WAIT_SECONDS)):
             if (await asyncio.wait([future], timeout=_WAIT_SECONDS))[0]:
@@ -359,8 +362,8 @@ async def _wait_in_parts(future: asyncio.Future[T], seconds: float) -> bool:
 
 
 def _explain_end(error: Exception, log: str) -> str:
-    """Why a router's process ended, hangs or did not start. `log`: its log file, or "". The last lines of the log are
-    shown if the process has died, since no exception says why."""
+    """Why a router's process ended, hangs or did not start. `log`: its log file, or "". If the process has died, the
+    result has the last lines of the log, because no exception says why."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, CoatcheckError | TimeoutError):
         return str(cause)

@@ -5,7 +5,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
@@ -145,7 +145,7 @@ async def test_a_restart_of_a_router_that_cannot_start_fails(
         await asyncio.wait_for(restarted.restart_router(0.0, 0.0), MAX_WAIT_SECONDS)
     why = reason.format(log=log)
     assert str(failed.value) == (
-        f"router-0 does not start again: {why}; 3 starts in a row failed, and it is started again and again"
+        f"router-0 does not start again: {why}; 3 starts in a row failed, and the supervisor tries again and again"
     )
     assert starts == ["name in use"] * 5 + ["started"] * 3 and restarted.state.reason == why
     await until_serving(restarted)
@@ -177,11 +177,35 @@ async def test_a_restart_does_not_wait_for_ever(
     monkeypatch.setattr(FakeRouterActor, "_start" if runs else "_log_file", wait_for_start)
     if runs:
         monkeypatch.setattr(FakeRouterActor, "_log_file", AsyncMock(return_value="/logs/worker.err"))
-    said = "its process runs, and does not serve within 1 s .log: /logs/worker.err." if runs else "`ray status` shows"
+    said = "its process runs, but does not serve within 1 s .log: /logs/worker.err." if runs else "`ray status` shows"
     with pytest.raises(Unavailable, match=f"router-0 does not start again: .*{said}"):
         await asyncio.wait_for(restarted.restart_router(0.0, 0.0), MAX_WAIT_SECONDS)
     may_start.set()
     await until_serving(restarted)
+
+
+async def test_a_restart_fails_with_the_reason_that_there_is_no_process(
+    restarted: RouterSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If Ray never frees the name of the former process, no start fails, but the name is the reason."""
+    monkeypatch.setattr(router_supervisor, "_START_SECONDS", 1.0)
+    taken = Mock(side_effect=ValueError("the name router-0 is taken"))
+    monkeypatch.setattr(launch, "start_router", taken)
+    with pytest.raises(Unavailable, match="no process of it has answered within 1 s; .*the name router-0 is taken"):
+        await asyncio.wait_for(restarted.restart_router(0.0, 0.0), MAX_WAIT_SECONDS)
+
+
+async def test_a_router_that_refuses_to_drain_serves_on(
+    restarted: RouterSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The restart fails with the error of the drain. The router, which was not replaced, is not shown as draining."""
+    refused = AsyncMock(side_effect=RayTaskError("drain", "", RuntimeError("no drain")))
+    monkeypatch.setattr(FakeRouterActor, "_drain", refused)
+    with pytest.raises(Unavailable, match="router-0 did not drain: RuntimeError: no drain; try again"):
+        await asyncio.wait_for(restarted.restart_router(0.0, 0.0), MAX_WAIT_SECONDS)
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        while restarted.state.state != "serving":  # noqa: ASYNC110  # the state has no event
+            await asyncio.sleep(0.01)
 
 
 async def test_a_supervisor_that_was_suspended_itself_reads_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
