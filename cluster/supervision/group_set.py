@@ -143,7 +143,9 @@ class GroupSet:
                 raise NotFound(f"there is no group {group!r}; there are {names}")
             if group in self._growing:
                 raise Unavailable(f"{group} is being added; wait until it serves")
-            others = [state.name for state in self.states if state.name != group and state.state == "serving"]
+            # A group that is being added does not count: it is removed if another new group does not start.
+            serving = [state.name for state in self.states if state.state == "serving"]
+            others = [name for name in serving if name != group and name not in self._growing]
             if not others:
                 raise Unavailable(f"no group but {group} serves, and requests would be refused; wait, or add a group")
             await self._require_undrained(others)

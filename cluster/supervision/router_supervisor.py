@@ -201,11 +201,13 @@ class RouterSupervisor:
 
     async def stop_router(self, *, now: bool) -> None:
         """End the router's process. `now`: kill it at once."""
-        if self._actor is not None and not now:
+        actor = self._actor
+        if actor is not None and not now:
             with suppress(RayError, TimeoutError):
                 async with asyncio.timeout(_ANSWER_SECONDS):
-                    await self._actor.stop.remote()
-        self._kill()
+                    await actor.stop.remote()
+        if self._actor is actor:  # else `supervise_router` has seen the end, and has started the next process
+            self._kill()
 
     async def read_status(self) -> StatusResponse | None:
         """The router's status; None if it does not answer within 5 s."""

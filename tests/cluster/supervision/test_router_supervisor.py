@@ -195,6 +195,28 @@ async def test_a_restart_fails_with_the_reason_that_there_is_no_process(
         await asyncio.wait_for(restarted.restart_router(0.0, 0.0), MAX_WAIT_SECONDS)
 
 
+async def test_a_restart_does_not_end_the_new_process(
+    restarted: RouterSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old process ends at once, but Ray tells it late, when the new process already serves."""
+    started: list[FakeRouterActor] = []
+
+    def start_router(config: RouterConfig, resource: str | None, node: str | None) -> FakeRouterActor:
+        started.append(FakeRouterActor(config))
+        return started[-1]
+
+    async def stop(actor: FakeRouterActor) -> None:
+        actor.is_dead = True
+        async with asyncio.timeout(MAX_WAIT_SECONDS):
+            while not (started and restarted.address and restarted.state.restarts):  # noqa: ASYNC110  # no event
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(launch, "start_router", start_router)
+    monkeypatch.setattr(FakeRouterActor, "_stop", stop)
+    await asyncio.wait_for(restarted.restart_router(0.0, 0.0), MAX_WAIT_SECONDS)
+    assert len(started) == 1 and not started[0].is_dead
+
+
 async def test_a_router_that_refuses_to_drain_serves_on(
     restarted: RouterSupervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

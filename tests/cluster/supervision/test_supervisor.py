@@ -208,15 +208,19 @@ async def test_a_group_is_added_while_another_is_restarted(cluster: Cluster) -> 
 
 
 async def test_a_group_that_is_being_added_is_not_restarted(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be removed again if another new group does not start."""
+    """It may be removed again if another new group does not start. Therefore it does not replace the last group that
+    serves either."""
+    await cluster.supervisor.scale_groups(1, 1.0)
     is_connected = asyncio.Event()
     monkeypatch.setattr(cluster.supervisor._routers, "wait_until_connected", lambda group: is_connected.wait())
-    scaling = asyncio.create_task(cluster.supervisor.scale_groups(3, 1.0))
+    scaling = asyncio.create_task(cluster.supervisor.scale_groups(2, 1.0))
     async with asyncio.timeout(MAX_WAIT_SECONDS):
-        while (await cluster.states()).get("group-2") != "serving":  # noqa: ASYNC110  # the state has no event
+        while (await cluster.states()).get("group-1") != "serving":  # noqa: ASYNC110  # the state has no event
             await asyncio.sleep(0.01)
-    with pytest.raises(Unavailable, match="group-2 is being added; wait until it serves"):
-        await cluster.supervisor.restart_group("group-2", 1.0)
+    with pytest.raises(Unavailable, match="group-1 is being added; wait until it serves"):
+        await cluster.supervisor.restart_group("group-1", 1.0)
+    with pytest.raises(Unavailable, match="no group but group-0 serves"):
+        await cluster.supervisor.restart_group("group-0", 1.0)
     is_connected.set()
     await scaling
 
