@@ -71,7 +71,7 @@ class RouterConfig:
     slow_reader_seconds: float = 30.0
     # For mutual TLS between routers and groups; None: plain connections.
     cluster_certificate: ClusterCertificate | None = None
-    # Authenticates resume tickets (see ResumeTickets), so all routers of a cluster need the same. b"": a random key.
+    # The key of resume tickets (see ResumeTickets), the same for all routers of a cluster. b"": each has a random one.
     resume_key: bytes = field(default=b"", repr=False)
     log_format: LogFormat = "text"
     otlp_endpoint: str | None = None  # a collector's gRPC address; None: no traces

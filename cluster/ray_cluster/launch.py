@@ -50,7 +50,7 @@ def start_supervisor(supervisor_class: type[Any], config: ServeConfig, plan: Pla
     """Start the supervisor at Ray's head. If the supervisor dies, Ray starts it again with the same arguments.
 
     The certificates are signed here, once, so that a restarted supervisor can talk to running routers and groups. The
-    key of resume tickets is drawn here too, so that all routers have the same one, also after a restart.
+    key of resume tickets is drawn here too, so that a restarted supervisor gives it to further routers.
     `supervisor_class` is `Supervisor`. The caller passes that class because `supervision` imports this module.
     """
     options = ray.remote(supervisor_class).options(

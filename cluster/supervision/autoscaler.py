@@ -77,8 +77,8 @@ class Autoscaler:
     `measure_queue` returns (seconds that requests wait, number of busy groups). `count_groups` returns the number of
     groups now. `request_room(groups)` asks Ray's autoscaler for nodes for `groups` groups in all; 0 withdraws the
     request. `scale_groups(before, groups, drain_seconds)` changes the number of groups from `before` to `groups`, and
-    does nothing if another command has changed it meanwhile. A call that adds a group while another one drains a group,
-    which takes up to 300 s, must keep the group that drains.
+    does nothing if another command has changed it meanwhile. A call that removes a group drains it for up to 300 s. The
+    autoscaler may call `scale_groups` again during that time, to add a group; then the group that drains must stay.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Autoscaler:
         self._last_request = -1  # last argument of `request_room`; -1: unknown, a former supervisor may have called it
         self._logged_size = 0  # the last size that was logged as wanted; 0 once the cluster has it
         self._not_before = -math.inf
-        self._removal: asyncio.Task[None] | None = None  # the removal of a group; samples are taken beside it
+        self._removal: asyncio.Task[None] | None = None  # the removal of a group, which goes on between samples
 
     def set_rule(self, rule: AutoscaleRule | None) -> None:
         """Use another rule from the next sample on. A group that is being added or removed stays so: to start one may
@@ -126,7 +126,7 @@ class Autoscaler:
         wait for the end of a removal."""
         if self._removal is not None and self._removal.done():
             removal, self._removal = self._removal, None
-            removal.result()  # raises what was not expected
+            removal.result()  # raises its unexpected error, if any
         rule = self._rule
         if rule is None:
             self._samples.clear()
@@ -149,7 +149,7 @@ class Autoscaler:
             await self._change_size(groups, wanted, now, is_new=is_new)
         elif self._removal is None:
             self._removal = asyncio.create_task(self._change_size(groups, wanted, now, is_new=is_new))
-            await asyncio.sleep(0)  # until it waits for something
+            await asyncio.sleep(0)  # let the removal begin
 
     async def _change_size(self, groups: int, wanted: int, now: float, *, is_new: bool) -> None:
         try:

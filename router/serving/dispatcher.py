@@ -120,7 +120,7 @@ class Dispatcher:
     ) -> Submission:
         """Sends a request at once, whether a group has room or not. Groups in `exclude_groups` are used only if there
         is no other. Raises Unavailable if no group can take the request within `wait_seconds`, and
-        ContextLengthExceeded if a request that no group has had fits no group."""
+        ContextLengthExceeded if no serving group can hold a request that no group has had before."""
         try:
             async with asyncio.timeout(wait_seconds):
                 while True:
@@ -231,8 +231,8 @@ class Dispatcher:
         return submission
 
     def _require_eligible_groups(self, attempt: Attempt) -> EligibleGroups:
-        """The groups that can run the request now. Raises ContextLengthExceeded if groups serve and none can hold a
-        request that no group has had: one that has lost its group waits until that group is back."""
+        """The groups that can run the request now. If groups serve and none can hold the request: none for a request
+        that has lost its group, since that group may come back; else raises ContextLengthExceeded."""
         if attempt.moves or attempt.only_compatible_with is not None:
             return self._scheduling_class(attempt)
         return self.serving.require_eligible(attempt.request)

@@ -1,8 +1,8 @@
 """Relay: one request from its first group to its last token.
 
 It sends the request, and turns its group's outputs into events for the client. When the group is lost, it sends the
-request again, with the tokens that were delivered, to a compatible group, or to any group if the client has no output
-yet; the client sees one stream without a break.
+request again, with the tokens that were delivered, to a compatible group. If the client has no output yet, any group
+may run the request. The client sees one stream without a break.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ MAX_LOGPROBS_PER_TURN: Final = 4096
 class Relay:
     """Use `async for event in relay.events()`, then `close()`, also after an error.
 
-    `is_admitted`: by another router, or by this one before a restart; the request does not wait in the queue.
+    `is_admitted`: whether a router has admitted the request before, so that it does not wait in the queue.
     `resume_ticket`: for Started. `decision`: the last routing decision, None before the first. `usage`: tokens so far.
     """
 
@@ -156,8 +156,8 @@ class Relay:
         return self._begin_submission(submission)
 
     def _only_compatible_with(self, previous: Submission) -> pb.GetModelResponse | None:
-        """The model of `previous` if the client has output of the request, which only a compatible group continues
-        with the same bytes. None before the first output: any group may run the request."""
+        """The model with which the next group must be compatible. It is that of `previous` once the client has output,
+        because another model would continue with other tokens. None before that: any group may run the request."""
         return previous.model if self._response.has_output else None
 
     def _attempt(self, only_compatible_with: pb.GetModelResponse | None) -> Attempt:

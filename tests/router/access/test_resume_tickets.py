@@ -8,6 +8,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, GenerateReque
 from coatcheck.router.access import resume_tickets
 from coatcheck.router.access.resume_tickets import ResumeTickets, digest_request
 from coatcheck.router.access.tenant import Tenant
+from coatcheck.router.config import RouterConfig
 
 KEY = b"k" * 32
 SEARCH = Tenant("search")
@@ -111,3 +112,8 @@ def test_a_ticket_with_other_messages_is_bounded_too() -> None:
     message.text = "another fox"
     redeemed = [tickets.redeem(message, SEARCH) for _ in range(17)]
     assert redeemed == [digest_request(FIRST)] * 16 + [b""]
+
+
+def test_the_key_is_not_shown() -> None:
+    """A log line, an error or a debugger that shows the settings of a router does not show the key."""
+    assert "kkk" not in repr(RouterConfig("m", resume_key=KEY))
