@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, model_validator
 
@@ -21,10 +21,12 @@ from coatcheck.router.openai.tools import (
     type_or_function,
 )
 from coatcheck.router.parsing.output_parser import ParsingPlan, ToolMode
-from coatcheck.router.text.reasoning_variables import ReasoningVariables, ReasoningWish
+from coatcheck.router.text.reasoning_variables import ReasoningSettings, ReasoningVariables
 from coatcheck.router.tool_grammars.call_grammar import named_call_grammar, required_calls_grammar
 from coatcheck.router.tool_grammars.input_grammar import INPUT, CustomFunction, check_definitions
 from coatcheck.router.tool_grammars.strict_calls import strict_calls_grammar
+
+_LONG_GRAMMAR: Final = 1024  # characters
 
 
 class TextPart(RequestBody):
@@ -227,6 +229,12 @@ class ChatRequest(SamplingFields):
         return frozenset(tool.function.name for tool in self.tools if isinstance(tool.function, CustomFunction))
 
     @property
+    def has_long_grammar(self) -> bool:
+        """Whether translating the grammars of the custom tools may take over 10 ms."""
+        grammars = (getattr(tool.function, "input_grammar", None) for tool in self.offered_tools)
+        return sum(len(grammar.definition) for grammar in grammars if grammar is not None) > _LONG_GRAMMAR
+
+    @property
     def sent_names(self) -> dict[str, str]:
         """See SamplingFields."""
         limit = "max_tokens" if self.max_tokens is not None else "max_completion_tokens"
@@ -253,9 +261,11 @@ class ChatRequest(SamplingFields):
         """The variables of the chat template that the request sets. `variables`: those of the template for reasoning.
         The fields `reasoning_effort` and `verbosity` override chat_template_kwargs."""
         is_adaptive = self.thinking is not None and self.thinking.type == "adaptive"
-        wish = ReasoningWish(self.reasoning_effort, self.enable_thinking, is_adaptive, self.max_reasoning_tokens)
+        settings = ReasoningSettings(
+            self.reasoning_effort, self.enable_thinking, is_adaptive, self.max_reasoning_tokens
+        )
         verbosity = {"verbosity": self.verbosity} if self.verbosity is not None else {}
-        return variables.switches(wish) | self.chat_template_kwargs | variables.effort(wish) | verbosity
+        return variables.switches(settings) | self.chat_template_kwargs | variables.effort(settings) | verbosity
 
     @property
     def echoed(self) -> str:

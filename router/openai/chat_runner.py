@@ -1,6 +1,7 @@
 """ChatRunner: runs the chats of all HTTP APIs. Each API translates its body into a ChatRequest, and makes its response
 from the parts of the answer."""
 
+import asyncio
 import re
 from collections.abc import Callable
 from typing import Any, Final
@@ -116,12 +117,13 @@ class ChatRunner:
         prefix = self._planner.grammar_prefix(plan.reasoning_start)
         shows_tools = bool(body.chat_template) or self._planner.shows_tools
         arguments = self._template_arguments(body)
-        return await in_thread_if_long(
-            request,
-            lambda: body.to_generate_request(
+
+        def make() -> GenerateRequest:
+            return body.to_generate_request(
                 request_id, plan, prefix, self._planner.special_ids, arguments, shows_tools=shows_tools
-            ),
-        )
+            )
+
+        return await (asyncio.to_thread(make) if body.has_long_grammar else in_thread_if_long(request, make))
 
     def _template_arguments(self, body: ChatRequest) -> dict[str, Any]:
         """The variables that the request sets of its chat template, which may be the client's own."""

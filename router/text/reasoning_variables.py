@@ -31,10 +31,10 @@ _PROBE: Final[list[dict[str, Any]]] = [{"role": "user", "content": "probe of the
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningWish:
-    """What a request asks for. `effort`: a name, or "none" for no reasoning. `is_enabled`: whether the model reasons,
-    whatever `effort` is. `is_adaptive`: the model may reason, and decides for itself. `max_tokens`: of the reasoning.
-    None leaves a choice to the template."""
+class ReasoningSettings:
+    """How much the model reasons, by the fields of a request. `effort`: one of _LEVELS, another name, or "none" for no
+    reasoning. `is_enabled`: whether the model reasons; overrides `effort`. `is_adaptive`: the model decides for itself
+    whether it reasons. `max_tokens`: of the reasoning. None leaves a setting to the template."""
 
     effort: str | None = None
     is_enabled: bool | None = None
@@ -50,7 +50,7 @@ class ReasoningWish:
 
 
 class ReasoningVariables:
-    """Those of one template. With None nothing is known of it."""
+    """The variables of one template. `template`: None if it is a client's own, of which nothing is known."""
 
     def __init__(self, template: ChatTemplate | None, *, is_harmony: bool = False) -> None:
         """`is_harmony`: the model writes gpt-oss' format."""
@@ -58,9 +58,9 @@ class ReasoningVariables:
         self._is_harmony = is_harmony
         self._known: dict[tuple[str, str], str | None] = {}  # (variable, effort) -> the effort that the template knows
 
-    def switches(self, wish: ReasoningWish) -> dict[str, Any]:
+    def switches(self, settings: ReasoningSettings) -> dict[str, Any]:
         """The variables that chat_template_kwargs override."""
-        reasons, made = wish.reasons, dict[str, Any]()
+        reasons, made = settings.reasons, dict[str, Any]()
         if reasons is not None:
             made |= dict.fromkeys(("enable_thinking", "thinking"), reasons)
             if self._reads("reasoning") and self._template is not None and _COHERE in self._template.source:
@@ -68,24 +68,26 @@ class ReasoningVariables:
             if self._reads("thinking_mode"):
                 on, off = next((mode for mode in _MODES if self._has(mode[0])), _MODES[0])
                 made["thinking_mode"] = on if reasons else off
-                if reasons and wish.is_adaptive and self._has("adaptive"):
+                if reasons and settings.is_adaptive and self._has("adaptive"):
                     made["thinking_mode"] = "adaptive"
             if not reasons and self._reads("reasoning_effort") and self._has(_NO_THINK):
                 made["reasoning_effort"] = _NO_THINK
         if self._reads("thinking_budget"):
-            budget = 0 if reasons is False else wish.max_tokens
-            budget = _BUDGETS.get(wish.effort or "") if budget is None else budget
+            budget = 0 if reasons is False else settings.max_tokens
+            budget = _BUDGETS.get(settings.effort or "") if budget is None else budget
             made |= {"thinking_budget": budget} if budget is not None else {}
-        if wish.effort is not None and self._reads("thinking_effort"):
-            effort = self._nearest("thinking_effort", wish.effort)
+        if settings.effort is not None and self._reads("thinking_effort"):
+            effort = self._nearest("thinking_effort", settings.effort)
             made |= {"thinking_effort": effort} if effort is not None else {}
         return made
 
-    def effort(self, wish: ReasoningWish) -> dict[str, Any]:
+    def effort(self, settings: ReasoningSettings) -> dict[str, Any]:
         """The variable `reasoning_effort`, which overrides chat_template_kwargs."""
-        if wish.effort is None or (wish.reasons is False and self._reads("reasoning_effort") and self._has(_NO_THINK)):
+        if settings.effort is None:
             return {}
-        effort = self._nearest("reasoning_effort", wish.effort)
+        if settings.reasons is False and self._reads("reasoning_effort") and self._has(_NO_THINK):
+            return {}  # `switches` sets it
+        effort = self._nearest("reasoning_effort", settings.effort)
         return {} if effort is None else {"reasoning_effort": effort}
 
     def _reads(self, name: str) -> bool:
@@ -96,7 +98,8 @@ class ReasoningVariables:
         return self._template is not None and text in self._template.constants
 
     def _nearest(self, variable: str, effort: str) -> str | None:
-        """The effort that the template knows; None if it knows none for "none". One that is no usual name stays."""
+        """The effort that the template accepts and that is nearest to `effort`. A name that is not in _LEVELS is
+        returned as it is. None if `effort` is "none" and the template does not accept "none"."""
         if self._template is None or not self._reads(variable) or effort not in ("none", *_LEVELS):
             return effort
         key = (variable, effort)

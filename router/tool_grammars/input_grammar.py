@@ -1,8 +1,8 @@
-"""CustomFunction: a custom tool of OpenAI, whose input is a text, as a function with the argument `input`.
+"""CustomFunction: shows a custom tool of OpenAI to the model as a function with one text argument, `input`.
 
-Models know only functions, so the chat template shows the tool as one. CustomCallReader, in the folder parsing, turns
-its calls back into inputs. An InputGrammar constrains the input: as it is in the formats that write strings without
-quotation marks, and in its JSON form in the others.
+Models know only functions. CustomCallReader, in the folder parsing, turns the calls of the function back into inputs.
+An InputGrammar constrains the input. Formats that write strings without quotation marks use the grammar as it is. The
+others use a translation that matches the input inside of a JSON string.
 """
 
 from collections.abc import Sequence
@@ -25,23 +25,30 @@ class InputGrammar:
     definition: str
 
     def alone(self) -> Grammar:
-        """The grammar of an answer that is an input, for error messages about the definition."""
-        return Grammar("grammar", self.definition) if self.syntax == "lark" else Grammar("regex", self._pattern)
+        """The grammar of the input without a call around it. Its errors are about the definition alone."""
+        if self.syntax == "lark":
+            return Grammar("grammar", f"{self.definition}\n//")  # never blank, which a Grammar must not be
+        return Grammar("regex", f"(?:{self._pattern})")
 
     def text_terminal(self, rules: Rules) -> str:
-        """The input as a terminal in a rule; "" if it cannot be one."""
+        """What stands in a rule for a terminal that matches the input as it is; "" if no terminal can."""
         if self.syntax == "regex":
             return f"/(?:{escape_slashes(self._pattern)})/"
         grammar = LarkGrammar(self.definition)
-        return rules.define(*grammar.as_terminals(rules.new_name("IN"), is_quoted=False)) if grammar.is_regular else ""
+        if not grammar.is_regular:
+            return ""
+        try:
+            return rules.define(*grammar.as_terminals(rules.new_name("IN"), is_quoted=False))
+        except InvalidRequest:  # llguidance's error about the definition as it is says more
+            return ""
 
     def text_rule(self) -> str:
-        """The input in a rule, if it cannot be a terminal."""
+        """The body of a rule that matches the input as it is, where no terminal can."""
         return f"%lark {{\n{self.definition}\n}}"
 
     def json_rule(self, rules: Rules) -> str:
-        """The input as a JSON string in a rule. Raises InvalidRequest for a part of the definition that has no
-        counterpart in JSON."""
+        """The body of a rule that matches the input as a JSON string. Raises InvalidRequest for a part of the
+        definition that has no translation."""
         if self.syntax == "regex":
             return rules.schema({"type": "string", "pattern": f"^(?:{self._pattern})$", "x-guidance": dict(JSON_STYLE)})
         grammar = LarkGrammar(self.definition)
@@ -66,7 +73,7 @@ class InputGrammar:
 
 @dataclass(frozen=True, slots=True)
 class CustomFunction:
-    """See FunctionSchema. Calls with an `input_grammar` are strict."""
+    """A custom tool in the form of FunctionSchema. It is strict if it has an `input_grammar`."""
 
     name: str
     description: str = ""
@@ -78,7 +85,7 @@ class CustomFunction:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        text = "The input of the tool, as it is."
+        text = "The input of the tool, as plain text."
         if (grammar := self.input_grammar) is not None:
             kind = "Lark grammar" if grammar.syntax == "lark" else "regular expression"
             text = f"{text} It must match this {kind}:\n{grammar.definition}"
@@ -96,8 +103,8 @@ class CustomFunction:
 
 
 def check_definitions(functions: Sequence[object]) -> None:
-    """Raises InvalidRequest for definitions of custom tools among `functions` that are together too long to be
-    translated in a short time."""
+    """Raises InvalidRequest if the grammars of the custom tools among `functions` have over MAX_BYTES characters
+    together. Translating that many takes less than a second."""
     grammars = [one.input_grammar for one in functions if isinstance(one, CustomFunction)]
     length = sum(len(grammar.definition) for grammar in grammars if grammar is not None)
     if length > MAX_BYTES:

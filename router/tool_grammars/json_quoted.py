@@ -1,8 +1,8 @@
-"""quote_pattern(), quote_text(): a regular expression, or a text, as it is inside of a JSON string.
+"""quote_pattern(), quote_text(): translate a regular expression, or a text, to its form inside of a JSON string.
 
-JSON writes a quotation mark, a backslash and a control character as an escape. So such a character in a pattern becomes
-its escape, and a class of characters becomes the class of its other characters, or the escape of one of these. Each
-character has one form only: the shortest escape, with small letters.
+JSON writes quotation marks, backslashes and control characters as escapes. In a pattern such a character becomes its
+escape. A class becomes an alternation of two patterns: a class of its characters that JSON does not escape, and the
+escapes of its other characters. Only the shortest escape of a character is matched, and only in small letters.
 """
 
 import json
@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import Final
 
 from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.grammar import MAX_BYTES
 
 _SHORT: Final = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\\\"}  # as in a class of a pattern
 _ESCAPED: Final = frozenset({*range(32), *_SHORT})  # the code points that JSON escapes
@@ -32,7 +33,7 @@ def quote_pattern(pattern: str, *, matches_newlines: bool = False) -> str:
     too. Raises InvalidRequest for a part of `pattern` that is not translated; the message begins with "has"."""
     made: list[str] = []
     flags: list[bool] = []  # matches_newlines outside of each open group
-    at = 0
+    at = length = 0
     while at < len(pattern):
         one = pattern[at]
         end = at + 1
@@ -41,7 +42,7 @@ def quote_pattern(pattern: str, *, matches_newlines: bool = False) -> str:
         elif one == "[":
             text, end = _quote_class(pattern, at)
         elif one == ".":
-            text = _join(_PLAIN, _ESCAPED if matches_newlines else _ESCAPED - {10})
+            text = _ANY if matches_newlines else _ANY_BUT_NEWLINE
         elif one == "(":
             flags.append(matches_newlines)
             text = one
@@ -58,8 +59,17 @@ def quote_pattern(pattern: str, *, matches_newlines: bool = False) -> str:
         else:
             text = _join("", {ord(one)}) if ord(one) in _ESCAPED else one
         made.append(text)
+        length = check_length(length + len(text))
         at = end
     return "".join(made)
+
+
+def check_length(length: int) -> int:
+    """Returns `length`, of a text in a grammar. Raises InvalidRequest, as `quote_pattern` does, if that is too long:
+    one character of a pattern may become 200."""
+    if length > MAX_BYTES:
+        raise InvalidRequest(f"has over {MAX_BYTES} characters when its quotation marks and line breaks are escaped")
+    return length
 
 
 def quote_text(text: str) -> str:
@@ -103,7 +113,9 @@ def _quote_class(pattern: str, start: int) -> tuple[str, int]:
             codes |= set(low) & _ESCAPED
             is_plain = True
         elif pattern.startswith("-", end) and not pattern.startswith("-]", end):
-            high, end, _ = _read_member(pattern, end + 1)
+            high, end, ends_with_class = _read_member(pattern, end + 1)
+            if ends_with_class:
+                raise _refusal(pattern[at:end])
             (lowest,), (highest,) = low or (0,), high or (0,)
             codes |= {code for code in _ESCAPED if lowest <= code <= highest}
             is_plain = True
@@ -122,7 +134,8 @@ def _quote_class(pattern: str, start: int) -> tuple[str, int]:
 
 
 def _read_member(pattern: str, at: int) -> tuple[Collection[int], int, bool]:
-    """(code points, end, whether it is a class) of the member of a class at `at`. One code point if it is none."""
+    """(code points, end, whether it is a class) of the member at `at`, which is in a class. A member that is a class
+    itself has only those of its code points that JSON escapes; any other member has one."""
     one = pattern[at : at + 1]
     if one == "[" or pattern[at : at + 2] in ("&&", "--", "~~"):
         raise _refusal(f"{pattern[at : at + 2]} in a class")
@@ -137,8 +150,8 @@ def _read_member(pattern: str, at: int) -> tuple[Collection[int], int, bool]:
 
 
 def _join(plain: str, codes: Collection[int]) -> str:
-    """A pattern for the pattern `plain` or the escape of one of `codes`. The letters of escapes have one case, whatever
-    the flags are."""
+    """A pattern that matches what `plain` matches, and the JSON escape of each of `codes`. The flag i of a pattern has
+    no effect on the escapes in it."""
     short = "".join(_SHORT[code] for code in sorted(codes) if code in _SHORT)
     long = [f"{code:02x}" for code in sorted(codes) if code not in _SHORT]
     escapes = [rf"\\[{short}]"] if short else []
@@ -146,6 +159,10 @@ def _join(plain: str, codes: Collection[int]) -> str:
         escapes.append(rf"\\u00(?:{'|'.join(long)})")
     made = f"(?-i:{'|'.join(escapes)})"
     return f"(?:{plain}|{made})" if plain else made
+
+
+_ANY: Final = _join(_PLAIN, _ESCAPED)  # a dot with the flag s
+_ANY_BUT_NEWLINE: Final = _join(_PLAIN, _ESCAPED - {10})
 
 
 def _refusal(part: str) -> InvalidRequest:

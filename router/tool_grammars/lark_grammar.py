@@ -1,33 +1,34 @@
 """LarkGrammar: a client's grammar in Lark, rewritten so that it can be a part of another grammar.
 
-llguidance splits a text into terminals from left to right, and never takes a character back. So a terminal that may go
-on with the character with which the next one begins would swallow it. Inside of a JSON string that is so for every line
-break, whose escape begins as that of a quotation mark. A grammar without recursion becomes one terminal, in which
-nothing is split.
+llguidance splits a text into terminals from left to right, and never takes a character back. A terminal swallows the
+first character of the next one if it can go on with that character. Inside of a JSON string all escapes begin with a
+backslash, so terminals with line breaks, quotation marks or backslashes swallow each other's. A grammar without
+recursion avoids this: it becomes one terminal, which is one regular expression for llguidance.
 """
 
 import json
 import re
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Final
 
 from coatcheck.proto.errors import InvalidRequest
-from coatcheck.router.tool_grammars.json_quoted import quote_pattern, quote_text
+from coatcheck.router.tool_grammars.json_quoted import check_length, quote_pattern, quote_text
 
 _TOKEN: Final = re.compile(
     r"""(?P<comment>(?:\#|//)[^\n]*)
     |(?P<import>%import\b[^\n]*)
-    |(?P<range>"(?:\\.|[^"\\\n])+"[ \t]*\.\.[ \t]*"(?:\\.|[^"\\\n])+")
-    |(?P<string>"(?:\\.|[^"\\\n])*"i?)
-    |(?P<pattern>/(?:\\.|[^/\\])+/[imslux]*)
+    |(?P<range>"(?:\\.|[^"\\\n])++"[ \t]*+\.\.[ \t]*+"(?:\\.|[^"\\\n])++")
+    |(?P<string>"(?:\\.|[^"\\\n])*+"i?)
+    |(?P<pattern>/(?:\\.|[^/\\])++/[imslux]*)
+    |(?P<unclosed>"(?:\\.|[^"\\\n])*+|/(?:\\.|[^/\\])*+)
     |(?P<alias>->[ \t]*\w+)
-    |(?P<name>!?[_?]?[a-z][_a-z0-9-]*|_?[A-Z][_A-Z0-9-]*)
+    |(?P<name>(?:^[!?]{1,2})?_?(?:[a-z][_a-z0-9-]*|[A-Z][_A-Z0-9-]*))
     |(?P<foreign>%(?!ignore\b)\w*|<[^<>\s]+>|@[\w-]+|~(?!\s*\d)|&)
     |(?P<ignore>%ignore)
     |(?P<space>\s+)
     |(?P<other>.)""",
-    re.DOTALL | re.VERBOSE,
+    re.DOTALL | re.MULTILINE | re.VERBOSE,
 )
 _IMPORT: Final = re.compile(
     r"%import\s+common\s*(?:\.\s*(?P<one>\w+)\s*(?:->\s*(?P<alias>\w+)\s*)?|\((?P<several>[\w\s,]+)\)\s*)(?:(?:\#|//).*)?"
@@ -55,8 +56,8 @@ class LarkGrammar:
 
     @cached_property
     def is_regular(self) -> bool:
-        """Whether the grammar can be one terminal: it has neither recursion nor ignored text, and no parts that
-        terminals cannot have."""
+        """Whether the grammar can be one terminal: it has no recursion, no %ignore, and no part that a terminal cannot
+        have."""
         if any(kind in ("foreign", "ignore") for kind, _ in self._tokens):
             return False
         uses: dict[str, set[str]] = {}
@@ -73,33 +74,36 @@ class LarkGrammar:
         return "start" in uses and not _is_recursive(uses)
 
     def as_terminals(self, prefix: str, *, is_quoted: bool) -> tuple[str, str]:
-        """(name, definitions) of the terminal that matches what the grammar allows, and of its parts, whose names begin
-        with `prefix`. `is_quoted`: it matches the texts as they are inside of a JSON string. Only for a grammar that
-        `is_regular`. Raises InvalidRequest as `quoted` does."""
-        made = []
+        """(name of the terminal that matches the grammar's texts, definitions of that terminal and of those in it). All
+        names begin with `prefix`. `is_quoted`: the terminal matches the texts in their form inside of a JSON string.
+        Only for a grammar that `is_regular`. Raises InvalidRequest as `quoted` does."""
+        made, length = list[str](), 0
         for kind, text in self._tokens:
             match kind:
                 case "name":
-                    made.append(_terminal(prefix, text))
+                    pieces = [_terminal(prefix, text)]
                 case "import":
-                    made += _imported(text, prefix, is_quoted=is_quoted)
+                    pieces = [*_imported(text, prefix, is_quoted=is_quoted)]
                 case "comment" | "alias":
-                    pass
+                    pieces = []
                 case _:
-                    made.append(_quoted(kind, text) if is_quoted else text)
+                    pieces = [_quoted(kind, text) if is_quoted else text]
+            made += pieces
+            length = check_length(length + sum(map(len, pieces)))
         return _terminal(prefix, "start"), "".join(made)
 
     def quoted(self) -> str:
-        """The grammar of the same texts inside of a JSON string. Raises InvalidRequest for a part that has no
-        counterpart, with a message that begins with "has"."""
+        """A grammar of the same texts in their form inside of a JSON string. Raises InvalidRequest for a part that has
+        no translation; the message begins with "has"."""
         foreign = next((text for kind, text in self._tokens if kind == "foreign"), None)
         if foreign is not None:
             raise InvalidRequest(f"has {foreign[:40]!r}")
-        made, escaped = [], set()
+        made, escaped, length = list[str](), set[str](), 0
         for kind, text in self._tokens:
             pieces = [*_imported(text, "", is_quoted=True)] if kind == "import" else [_quoted(kind, text)]
             escaped |= {piece for piece in pieces if piece != text and "\\" in piece}
             made += pieces
+            length = check_length(length + sum(map(len, pieces)))
         if len(escaped) > 1:
             raise InvalidRequest(
                 "has recursion or ignored text, and several terminals with quotation marks, backslashes or line breaks"
@@ -153,9 +157,15 @@ def _imported(text: str, prefix: str, *, is_quoted: bool) -> Iterator[str]:
     for name in names:
         local = _terminal(prefix, found["alias"] or name)
         if is_quoted and name in _COMMON:
-            yield f"\n{local}: /{escape_slashes(quote_pattern(_COMMON[name]))}/"
+            yield f"\n{local}: /{_quoted_common(name)}/"
         else:
             yield f"\n%import common.{name} -> {local}"
+
+
+@cache
+def _quoted_common(name: str) -> str:
+    """The pattern of a terminal in _COMMON as it is inside of a JSON string."""
+    return escape_slashes(quote_pattern(_COMMON[name]))
 
 
 def _quoted(kind: str, text: str) -> str:

@@ -1,4 +1,4 @@
-"""A request's wish for reasoning sets what each family's chat template reads.
+"""A request's settings of reasoning set what each family's chat template reads.
 
 The templates here read the variables as the published ones do, and write what comes of them.
 """
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coatcheck.router.text.chat_template import ChatTemplate
-from coatcheck.router.text.reasoning_variables import ReasoningVariables, ReasoningWish
+from coatcheck.router.text.reasoning_variables import ReasoningSettings, ReasoningVariables
 
 FAMILIES = {
     "qwen 3": "{%- if enable_thinking is defined and enable_thinking is false %}off{% else %}on{% endif %}",
@@ -40,12 +40,12 @@ FAMILIES = {
     "{{ effort if enable_thinking is not false else 'off' }}",
     "another": "{{ reasoning_effort }} {{ reasoning }} {{ enable_thinking }}",
 }  # fmt: skip
-NONE, LOW, MEDIUM, HIGH = (ReasoningWish(effort) for effort in ("none", "low", "medium", "high"))
-MINIMAL, XHIGH, MAX = (ReasoningWish(effort) for effort in ("minimal", "xhigh", "max"))
-ON, OFF = ReasoningWish(is_enabled=True), ReasoningWish(is_enabled=False)
-ADAPTIVE, NOTHING = ReasoningWish(is_enabled=True, is_adaptive=True), ReasoningWish()
-# family -> what the template writes for each wish
-WANTED: dict[str, list[tuple[ReasoningWish, str]]] = {
+NONE, LOW, MEDIUM, HIGH = (ReasoningSettings(effort) for effort in ("none", "low", "medium", "high"))
+MINIMAL, XHIGH, MAX = (ReasoningSettings(effort) for effort in ("minimal", "xhigh", "max"))
+ON, OFF = ReasoningSettings(is_enabled=True), ReasoningSettings(is_enabled=False)
+ADAPTIVE, NOTHING = ReasoningSettings(is_enabled=True, is_adaptive=True), ReasoningSettings()
+# family -> what the template writes for each setting
+WANTED: dict[str, list[tuple[ReasoningSettings, str]]] = {
     "qwen 3": [(NONE, "off"), (LOW, "on"), (OFF, "off"), (ON, "on"), (NOTHING, "on")],
     "gemma 4": [(NONE, "off"), (LOW, "on"), (ADAPTIVE, "on"), (NOTHING, "off")],
     "deepseek v3.1": [(NONE, "off"), (HIGH, "on"), (OFF, "off"), (NOTHING, "off")],
@@ -58,24 +58,24 @@ WANTED: dict[str, list[tuple[ReasoningWish, str]]] = {
     ],
     "seed-oss": [
         (NONE, "0"), (OFF, "0"), (LOW, "1024"), (HIGH, "-1"), (NOTHING, "-1"),
-        (ReasoningWish("low", max_tokens=700), "700"), (ReasoningWish(max_tokens=0), "0"),
+        (ReasoningSettings("low", max_tokens=700), "700"), (ReasoningSettings(max_tokens=0), "0"),
     ],
     "gpt-oss": [(NONE, "low"), (HIGH, "high"), (MAX, "high"), (NOTHING, "medium")],
     "mistral": [(NONE, "none"), (LOW, "high"), (HIGH, "high"), (MAX, "high"), (NOTHING, "none")],
     "hunyuan 3": [(NONE, "no_think"), (OFF, "no_think"), (MINIMAL, "low"), (MEDIUM, "high"), (MAX, "high")],
     "qwen 3.8": [(NONE, "off"), (MINIMAL, "low"), (MEDIUM, "medium"), (HIGH, "xhigh"), (MAX, "xhigh"), (OFF, "off")],
-    "another": [(LOW, "low  True"), (NONE, "none  False"), (ReasoningWish("ultra"), "ultra  True")],
+    "another": [(LOW, "low  True"), (NONE, "none  False"), (ReasoningSettings("ultra"), "ultra  True")],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_template_gets_what_it_reads(family: str) -> None:
-    """Each wish has the meaning that the family gives to its own variables."""
+    """Each setting has the meaning that the family gives to its own variables."""
     template = ChatTemplate(FAMILIES[family], {})
     variables = ReasoningVariables(template, is_harmony=family == "gpt-oss")
-    for wish, wanted in WANTED[family]:
-        arguments: dict[str, Any] = variables.switches(wish) | variables.effort(wish)
-        assert template.render([{"role": "user", "content": "hello"}], True, arguments=arguments) == wanted, wish
+    for settings, wanted in WANTED[family]:
+        arguments: dict[str, Any] = variables.switches(settings) | variables.effort(settings)
+        assert template.render([{"role": "user", "content": "hello"}], True, arguments=arguments) == wanted, settings
 
 
 def test_an_effort_that_no_one_knows_is_not_changed() -> None:

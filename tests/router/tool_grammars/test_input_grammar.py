@@ -160,6 +160,8 @@ def _matches(matcher: LLMatcher, text: str) -> bool:
         ("start: /(?=a)b/", r"\(\?=a"),
         ("start: /[a&&b]/", "in a class"),
         ("start: /a b/x", "the flag x"),
+        (r"start: /[a-\s]/", "a-"),
+        ("start: /" + "." * 3000 + "/", "has over 262144 characters"),
         ('start: "a\\n"i', "a"),
         ("start: A\n%import other.A", "%import other.A"),
         (r"start: a" "\n" r'a: "\n" a /".*/ | "b"', "recursion"),
@@ -171,6 +173,19 @@ def test_what_has_no_counterpart_in_json_is_refused(definition: str, words: str)
     with pytest.raises(InvalidRequest, match=words) as refused:
         named_call_grammar(tool(definition))
     assert "set the tool's format to text" in str(refused.value)
+
+
+def test_a_question_mark_before_a_name_makes_the_part_before_it_optional() -> None:
+    """It is a part of the name only at the beginning of a line."""
+    grammar = named_call_grammar(tool('?start: "a"?b\nb: "c"'))
+    assert [text for text in ("c", "ac", "a") if accepts(grammar, json_call(text))] == ["c", "ac"]
+
+
+def test_a_wrong_import_gets_the_error_of_llguidance() -> None:
+    """In a format that writes inputs as they are."""
+    grammar = strict_calls_grammar([tool("start: A\n%import other.A")], "qwen3_coder", {})
+    with pytest.raises(InvalidRequest, match="Unknown common regex: other.A"):
+        grammar.check_compiles()
 
 
 def test_a_format_without_strict_calls_refuses_grammars() -> None:
@@ -187,8 +202,21 @@ def test_a_format_without_strict_calls_refuses_grammars() -> None:
         "start: A\nA: /" + r"[\n-a]" * 9000 + "/",
         'start: "' * 8000,
         "start: /" * 8000,
+        'start: "' + r"\"" * 32000,
+        "start: /" + r"\/" * 32000,
+        "start: /" + "." * 65000 + "/",
+        "start: WS\n%import common (" + "WS," * 21000 + "WS)\n",
     ],
-    ids=["a chain of rules", "many classes", "strings that do not end", "patterns that do not end"],
+    ids=[
+        "a chain of rules",
+        "many classes",
+        "strings that do not end",
+        "patterns that do not end",
+        "a string of escapes",
+        "a pattern of escapes",
+        "a pattern of dots",
+        "many imports",
+    ],
 )
 def test_a_long_definition_takes_little_time(definition: str) -> None:
     """Less than a second of CPU for the longest one, also if it is wrong."""
