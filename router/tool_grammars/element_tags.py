@@ -18,6 +18,7 @@ from coatcheck.router.tool_grammars.properties import (
     item_of,
     nested_properties,
     properties_of,
+    refuse_deep_schemas,
     resolve_reference,
     text_choices,
 )
@@ -35,7 +36,8 @@ def element_calls(functions: Sequence[FunctionSchema], rules: Rules) -> str:
     invoke, *outer = OPENINGS
     rules.rule("ANY_TAG", _ANY_TAG)
     rules.text_until("any_value", MARK)
-    calls = [_Elements(index, function, rules).call() for index, function in enumerate(functions)]
+    with refuse_deep_schemas():
+        calls = [_Elements(index, function, rules).call() for index, function in enumerate(functions)]
     around = [f"{ANY_TEXT} {rules.marker(marker)}" for marker in outer if rules.has_token(marker)]
     opening = rules.text_until("opening", invoke)
     piece = rules.rule("piece", " | ".join([*around, f"{opening} ({' | '.join(calls)})"]))

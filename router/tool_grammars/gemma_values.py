@@ -1,8 +1,8 @@
 """gemma_calls(): strict calls of Gemma 4, whose strings are between markers in place of quotation marks; see
 GemmaToolParser.
 
-The names of arguments have no quotation marks, and come in the order of the alphabet, in which the chat template shows
-them. Of the constraints on strings only `enum` and `const` are enforced.
+The names of arguments have no quotation marks. They come in alphabetical order, as in the chat template. Of
+the constraints on strings only `enum` and `const` are enforced.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.router.parsing.gemma_tool_parser import END, QUOTE, START
-from coatcheck.router.tool_grammars.call_grammar import FunctionSchema, schema_document
+from coatcheck.router.tool_grammars.call_grammar import FunctionSchema
 from coatcheck.router.tool_grammars.input_grammar import INPUT, CustomFunction
 from coatcheck.router.tool_grammars.properties import (
     NOTES,
@@ -20,6 +20,7 @@ from coatcheck.router.tool_grammars.properties import (
     definitions_of,
     nested_properties,
     properties_of,
+    refuse_deep_schemas,
     resolve_reference,
 )
 from coatcheck.router.tool_grammars.rules import ANY_TEXT, Rules, quote
@@ -42,7 +43,8 @@ def gemma_calls(functions: Sequence[FunctionSchema], rules: Rules) -> str:
     rules.rule("any_string", f"{rules.marker(QUOTE)} {rules.text_until('any_text', QUOTE)}")
     for name, body in _ANY_RULES.items():
         rules.rule(name, body)
-    calls = [_Values(index, function, rules).call() for index, function in enumerate(functions)]
+    with refuse_deep_schemas():
+        calls = [_Values(index, function, rules).call() for index, function in enumerate(functions)]
     opening = rules.text_until("opening", START)
     piece = rules.rule("piece", f'{opening} "call:" ({" | ".join(calls)}) "}}" {rules.marker(END)}')
     return f"{piece}* {ANY_TEXT}"
@@ -109,26 +111,30 @@ class _Values:
         if (choices := schema.get("enum")) and isinstance(choices, list):
             return " | ".join(map(self._literal, choices))
         kind = schema.get("type")
-        if kind and isinstance(kind, list):
-            bodies = (self._body({**schema, "type": one}, f"{name}_{place}") for place, one in enumerate(kind))
+        if kind and isinstance(kind, list) and all(isinstance(one, str) for one in kind):
+            kinds = dict.fromkeys(kind)  # each once
+            bodies = [self._body({**schema, "type": one}, f"{name}_{place}") for place, one in enumerate(kinds)]
             return " | ".join(f"({body})" for body in bodies)
+        if not isinstance(kind, str | None):
+            raise self._refusal("a type that is neither a name nor a list of names")
         if kind == "string":
             return "any_string"
         if kind in _SCALARS:
-            return self._rules.schema(schema_document({**schema, **self._definitions}))
+            return self._rules.schema(Property(name, schema, self._definitions, is_required=True).document)
         if kind == "array" and not schema.keys() - _ARRAY_KEYS:
             return self._array(schema)
         if kind == "object" and not schema.keys() - _OBJECT_KEYS:
             return self._object(schema, name)
         if not schema.keys() - set(NOTES):
             return "any_value"
-        raise self._refusal(f"{sorted(schema.keys() - {'type', *NOTES})[0]!r} in a part of type {kind!r}")
+        others = sorted(schema.keys() - {"type", *NOTES})
+        raise self._refusal(f"{others[0]!r} in a part of type {kind!r}" if others else f"the type {kind!r}")
 
     def _array(self, schema: dict[str, Any]) -> str:
         item = self._value(schema.get("items", True))
         least, most = schema.get("minItems", 0), schema.get("maxItems")
-        if not isinstance(least, int) or not isinstance(most, int | None):
-            raise self._refusal("a number of items that is no integer")
+        if not _is_count(least) or not (most is None or _is_count(most)):
+            raise self._refusal("a number of items that is no integer of at least 0")
         if most == 0:
             return '"[" "]"'
         more = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
@@ -160,3 +166,7 @@ class _Values:
             f"the parameters of the strict function {self._function.name!r} have {problem}, which this model's format "
             "of calls cannot enforce; set tool_choice to 'required' or to this function, or remove strict"
         )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -75,7 +76,8 @@ def item_of(schema: dict[str, Any], definitions: dict[str, Any]) -> Property | N
 
 
 def resolve_reference(schema: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
-    """The schema that a schema refers to, by references alone, within the function's schema; else the schema itself."""
+    """The schema at the end of the references that `schema` consists of, or `schema` itself if it is no reference or
+    the end is not found. `parameters`: the function's schema, in which references are looked up."""
     found = schema
     for _ in range(_MAX_REFERENCES):
         reference = found.get("$ref")
@@ -88,6 +90,18 @@ def resolve_reference(schema: dict[str, Any], parameters: dict[str, Any]) -> dic
             return found
         found = target
     return schema
+
+
+@contextmanager
+def refuse_deep_schemas() -> Iterator[None]:
+    """Turns a RecursionError into InvalidRequest. References can nest a schema deeper than a body may be."""
+    try:
+        yield
+    except RecursionError:
+        raise InvalidRequest(
+            "the parameters of the strict functions are nested too deeply for this model's format of calls; send "
+            "flatter schemas, or remove strict"
+        ) from None
 
 
 def definitions_of(schema: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +118,7 @@ def text_choices(schema: dict[str, Any]) -> list[str]:
 
 
 def _split(schema: dict[str, Any], definitions: dict[str, Any]) -> list[Property]:
-    required = schema.get("required") or []
+    required = frozenset(schema.get("required") or [])
     properties = schema.get("properties", {}).items()
     return [Property(name, part, definitions, is_required=name in required) for name, part in properties]
 

@@ -58,7 +58,7 @@ class Rules:
         return self.rule(self.new_name(kind), body)
 
     def define(self, name: str, definitions: str) -> str:
-        """Adds definitions, as they are written, of which one is that of `name`; returns `name`."""
+        """Adds `definitions`, the text of one or more rules or terminals. Returns `name`, which is one of them."""
         self._rules.append(definitions)
         return name
 
@@ -77,14 +77,14 @@ class Rules:
         return self._schemas[text]
 
     def text_until(self, name: str, marker: str, text: str = ANY_TEXT) -> str:
-        """The rule for any text, or a `text` of terminals, up to and with the next `marker`."""
+        """The rule for `text`, which consists of terminals, and the next `marker` behind it."""
         if begins_with_token(marker, self._special_ids):
             return self.rule(name, f"{text} {self.marker(marker)}")
         return self.rule(f"{name}[lazy]", f"{text} {quote(marker)}").removesuffix("[lazy]")
 
     def listed(self, name: str, parts: Sequence[tuple[str, bool]], separator: str) -> str:
-        """A list of parts in their order, each with whether it must be there. `name`: the beginning of new names of
-        rules. `separator`: in quotation marks."""
+        """A rule for the parts in their order, with separators between them. `parts`: (rule, whether it is required).
+        `name`: a part of the names of new rules, which no other call has. `separator`: in quotation marks."""
         if not parts:
             return ""
         first = rest = ""  # the rules for the parts from here on, if none is written yet, and if one is

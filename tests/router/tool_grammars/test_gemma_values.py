@@ -113,7 +113,11 @@ def test_an_input_of_a_custom_tool_is_a_string(definition: str, good: str, bad: 
         ({"type": "array", "minItems": "x"}, "a number of items"),
         ({"anyOf": []}, "'anyOf' in a part"),
         ({"enum": [[1]]}, "a list in an enum"),
+        ({"type": "array", "minItems": -1}, "no integer of at least 0"),
         ({"anyOf": [False]}, "a part that is no schema"),
+        ({"type": {}}, "a type that is neither"),
+        ({"type": ["string", 5]}, "a type that is neither"),
+        ({"type": "text"}, "the type 'text'"),
     ],
 )
 def test_parts_that_cannot_be_enforced_are_refused(part: dict[str, Any], words: str) -> None:
@@ -132,3 +136,21 @@ def test_a_deeply_nested_schema_does_not_exceed_the_stack(tool_format: str) -> N
     schema = {"type": "object", "properties": {"a": part}}
     grammar = strict_calls_grammar([Function(name="f", parameters=schema, strict=True)], tool_format, {})
     assert grammar.text.count("\n") > 250
+
+
+@pytest.mark.parametrize("tool_format", ["gemma4", "minimax_m3"])
+def test_references_that_exceed_the_stack_are_refused(tool_format: str) -> None:
+    """A chain of definitions is as deep as it is long."""
+    lists: dict[str, Any] = {f"d{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(1000)}
+    parts = {"a": {"$ref": "#/$defs/d0"}}
+    schema = {"type": "object", "properties": parts, "$defs": lists | {"d1000": {"type": "integer"}}}
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        strict_calls_grammar([Function(name="f", parameters=schema, strict=True)], tool_format, {})
+
+
+def test_a_grammar_repeats_nothing() -> None:
+    """Neither a type that is given twice, nor definitions to which a number does not refer."""
+    parts = {f"n{n}": {"type": ["integer"] * 100, "description": f"number {n}"} for n in range(100)}
+    schema = {"type": "object", "properties": parts, "$defs": {"unused": {"description": "x" * 10000}}}
+    grammar = strict_calls_grammar([Function(name="f", parameters=schema, strict=True)], "gemma4", {})
+    assert len(grammar.text) < 50000
