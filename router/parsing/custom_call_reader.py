@@ -14,15 +14,20 @@ from coatcheck.router.parsing.parts import Part, ToolCallDelta, join_parts
 
 _OPENING: Final = re.compile(r'\s{0,64}\{\s{0,64}"input"\s{0,64}:\s{0,64}"')
 _HIGH: Final = r"u[dD][89abAB][0-9a-fA-F]{2}"
-# A piece of a JSON string: plain text, a pair of surrogates, another escape, or the end.
+# The arguments up to the first character of the input, cut anywhere.
+_CUT_OPENING: Final = re.compile(
+    r'\s{0,64}(?:\{\s{0,64}(?:"(?:i(?:n(?:p(?:u(?:t(?:"\s{0,64}(?::\s{0,64})?)?)?)?)?)?)?)?)?'
+)
+# A piece of a JSON string: text with short escapes, a pair of surrogates, another escape, a wrong one, or the end.
 _PIECE: Final = re.compile(
-    rf'(?P<plain>[^"\\]+)|\\(?P<pair>{_HIGH}\\u[dD][c-fC-F][0-9a-fA-F]{{2}})|\\(?P<code>u[0-9a-fA-F]{{4}})'
-    r'|\\(?P<one>[^u])|(?P<wrong>\\u)|(?P<end>")',
+    r'(?P<text>(?:[^"\\]++|\\["\\/bfnrt])+)'
+    rf"|\\(?P<pair>{_HIGH}\\u[dD][c-fC-F][0-9a-fA-F]{{2}})|\\(?P<code>u[0-9a-fA-F]{{4}})"
+    r'|(?P<wrong>\\.)|(?P<end>")',
     re.DOTALL,
 )
 # The beginning of an escape. Behind the first half of a pair more text may follow.
 _HELD: Final = re.compile(rf"\\(?:u[0-9a-fA-F]{{0,3}}|{_HIGH}(?:\\(?:u[0-9a-fA-F]{{0,3}})?)?)?")
-_ESCAPES: Final = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "/": "/"}
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _UNKNOWN: Final = "\ufffd"
 
 
@@ -89,7 +94,7 @@ class _InputReader:
             return ""
         if self._is_string:  # it was cut; half of a pair of surrogates is a character that is not known
             return _UNKNOWN if text.startswith("\\u") else ""
-        return _input_of(text)
+        return "" if _CUT_OPENING.fullmatch(text) else _SURROGATE.sub(_UNKNOWN, _input_of(text))
 
     def _decide(self) -> None:
         if (begun := _OPENING.match(self._buffer)) is not None:
@@ -109,13 +114,11 @@ class _InputReader:
                 case "end":
                     self._is_over = True
                     break
-                case "pair":
-                    made.append(json.loads(f'"{found[0]}"'))
+                case "text" | "pair":
+                    made.append(json.loads(f'"{found[0]}"', strict=False))
                 case "code":
                     one = chr(int(found["code"][1:], 16))
                     made.append(_UNKNOWN if "\ud800" <= one <= "\udfff" else one)
-                case "one":
-                    made.append(_ESCAPES.get(found["one"], found[0]))
                 case _:
                     made.append(found[0])
         self._buffer = self._buffer[at:]
@@ -123,12 +126,14 @@ class _InputReader:
 
 
 def _input_of(arguments: str) -> str:
-    """The input in arguments of another form: that of `input`, else the only argument if it is a text, else all of the
-    arguments as they are."""
+    """The input in arguments of another form: the argument `input`, else the only argument, else all of the arguments
+    as they are. No arguments are an empty input."""
     try:
         value: Any = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    if isinstance(value, dict):
-        value = value["input"] if "input" in value else next(iter(value.values())) if len(value) == 1 else arguments
+    if isinstance(value, dict) and ("input" in value or len(value) <= 1):
+        value = value.get("input", next(iter(value.values()), ""))
+    elif isinstance(value, dict):
+        value = arguments
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -124,6 +124,24 @@ async def test_a_named_tool_is_called(start_http_router: StartHttpRouter, model:
     assert call.type == "custom" and call.custom.input == PATCH
 
 
+async def test_each_choice_has_a_call(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """An input that a stop string or max_tokens cuts has the text before the cut, without the JSON around it."""
+    router = await start_http_router(saying(call_of(PATCH)), tokenizer=model)
+    asked: dict[str, Any] = dict(model="tiny", messages=HELLO, tools=[PATCH_TOOL], n=2)
+    before = len('<tool_call>\n{"name": "patch", "arguments": {"inp')
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({"max_tokens": 400}, PATCH, "tool_calls"),
+        ({"max_tokens": 400, "stop": ["say"]}, "*** Begin\n+", "stop"),
+        ({"max_tokens": before}, "", "length"),
+    ]
+    for changes, text, reason in cases:
+        made = await router.openai.chat.completions.create(**asked, **changes)
+        assert len(made.choices) == 2
+        for choice in made.choices:
+            (call,) = choice.message.tool_calls or []
+            assert call.type == "custom" and (call.custom.input, choice.finish_reason) == (text, reason)
+
+
 def custom(**fields: Any) -> dict[str, Any]:
     return {"tools": [{"type": "custom", "custom": {"name": "patch", **fields}}]}
 
@@ -143,6 +161,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown field": (custom(parameters={}), "Unknown parameter 'tools.0.custom.parameters'"),
     "a wrong grammar": (custom(format=grammar("lark", "start: missing")), WHERE),
     "a wrong pattern": (custom(format=grammar("regex", "a(")), WHERE),
+    "a blank grammar": (custom(format=grammar("lark", " \n")), WHERE),
+    "a wrong class": (custom(format=grammar("lark", r"start: /[a-\s]/")), "has 'a-"),
+    "half of a surrogate": (custom(format=grammar("lark", r'start: "\ud800"')), "surrogate"),
     "what JSON lacks": (custom(format=grammar("lark", "start: <|end|>")), "set the tool's format to text"),
     "another tool": (
         custom() | {"tool_choice": {"type": "custom", "custom": {"name": "other"}}}, "names 'other', which is not"),

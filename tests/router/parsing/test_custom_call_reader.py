@@ -30,6 +30,10 @@ ARGUMENTS = {
     '{"input": "half \\ud83d': "half \ufffd",
     '{"input": "half \\udc00 \\u12 \\q"}': "half \ufffd \\u12 \\q",
     "": "",
+    "{}": "",
+    '"half \\ud83d"': "half \ufffd",
+    ' { "inp': "",
+    '{"input" : ': "",
 }
 
 
