@@ -145,7 +145,7 @@ class Router:
             forces_usage=config.enable_force_include_usage,
         )
         AnthropicRoutes(routes.app, routes.chats)
-        ResponsesRoutes(routes.app, routes.chats)
+        ResponsesRoutes(routes.app, routes.chats, routes.large)
         InvocationRoutes(routes, EmbeddingRoutes(routes.app, embedding, self.generation, routes.large))
         ConnectHandlers(routes.app, self.generation, embedding, self._side)
         app = wrap_app(

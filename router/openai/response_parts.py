@@ -196,6 +196,21 @@ def count_text(text: str) -> int:
     return len(text) // _CHARACTERS_PER_VALUE
 
 
+def count_fields(value: object) -> int:
+    """The number of short JSON values that take as long to encode as a JSON value."""
+    count, rest = 0, [value]
+    while rest:
+        one = rest.pop()
+        count += 1
+        if isinstance(one, str):
+            count += count_text(one)
+        elif isinstance(one, dict):
+            rest += one.values()
+        elif isinstance(one, list):
+            rest += one
+    return count
+
+
 def _count_delta(delta: Delta) -> int:
     return len(delta.token_ids) + count_values(delta.logprobs) + count_text(delta.text)
 

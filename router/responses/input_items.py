@@ -130,8 +130,8 @@ def item_of(output: dict[str, Any]) -> InputItem:
 
 
 def listed_items(items: Sequence[InputItem], response_id: str) -> list[dict[str, Any]]:
-    """The items as GET /v1/responses/{response_id}/input_items returns them, each with an id. Searches of OpenAI's
-    servers are left out, as they are in the prompt."""
+    """The items as GET /v1/responses/{response_id}/input_items returns them, each with a new id. Searches of OpenAI's
+    servers are left out; the prompt has none either."""
     listed: list[dict[str, Any]] = []
     for item in items:
         fields = item.model_dump(exclude_none=True)

@@ -13,6 +13,8 @@ from coatcheck.router.http.errors import error_response, report_refusal
 from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.openai.chat_runner import ChatRunner
 from coatcheck.router.openai.request_body import in_thread_if_long
+from coatcheck.router.openai.response_parts import count_fields
+from coatcheck.router.openai.response_sender import LargeResponses
 from coatcheck.router.parsing.parts import Part
 from coatcheck.router.responses.input_items import (
     InputItem,
@@ -28,6 +30,7 @@ from coatcheck.router.responses.responses_answer import ResponsesAnswer
 from coatcheck.router.responses.responses_request import ResponsesRequest
 
 _MAX_LISTED: Final = 100  # input items on a page
+_LIMIT: Final = re.compile(r"[1-9][0-9]{0,2}")
 _OBJECT_BYTES: Final = 1024  # memory that a stored response takes beside its fields
 _ITEM_ID: Final = re.compile(r"[a-z]{2,3}_(?P<response>[0-9a-f]{32})_(?P<index>[0-9]{1,6})")  # see ResponsesAnswer
 # Max log-probabilities of a response. The event loop encodes it, and this many take 0.1 s.
@@ -35,10 +38,11 @@ _MAX_LOGPROBS: Final = 1 << 15
 
 
 class ResponsesRoutes:
-    """Adds its endpoints to `app`."""
+    """Adds its endpoints to `app`. `chats` runs chats, and `large` encodes what is kept."""
 
-    def __init__(self, app: FastAPI, chats: ChatRunner) -> None:
+    def __init__(self, app: FastAPI, chats: ChatRunner, large: LargeResponses) -> None:
         self._chats = chats
+        self._large = large
         self._store = ResponseStore()
         app.add_api_route("/v1/responses", self.create, methods=["POST"], response_model=None)
         app.add_api_route("/v1/responses/input_tokens", self.count_tokens, methods=["POST"], response_model=None)
@@ -59,14 +63,17 @@ class ResponsesRoutes:
             self._check_logprobs(body)
         # The id is not the request's, which clients may choose.
         head = self._chats.response_head(f"resp_{uuid.uuid4().hex}", body.model)
+        listed, input_size = [], 0
+        if body.store:
+            listed = await in_thread_if_long(request, lambda: listed_items(items, head.id))
+            input_size = await in_thread_if_long(request, lambda: measure_bytes(given) + measure_bytes(listed))
 
         def store(response: dict[str, Any], parts: Sequence[Part]) -> None:
             if body.store:
-                added = [*given, *chat_of_parts(parts)]
-                listed = listed_items(items, response["id"])
-                size = (before.size if before is not None else 0) + sum(map(measure_bytes, (added, response, listed)))
-                whole = [*(before.messages if before is not None else ()), *added]
-                size += _OBJECT_BYTES + 8 * len(whole)
+                added = chat_of_parts(parts)
+                whole = [*messages, *added]
+                size = (before.size if before is not None else 0) + input_size
+                size += measure_bytes(added) + measure_bytes(response) + _OBJECT_BYTES + 8 * len(whole)
                 self._store.add_response(StoredResponse(tenant, response, whole, size, listed))
 
         return await self._chats.run(
@@ -95,7 +102,9 @@ class ResponsesRoutes:
     async def retrieve(self, request: Request, response_id: str) -> Response:
         """Returns a response that is still kept."""
         stored = self._store.find_response(response_id, request.scope["tenant"].name)
-        return AsciiJsonResponse(stored.response) if stored is not None else _not_found(response_id)
+        if stored is None:
+            return _not_found(response_id)
+        return await self._large.make_json(count_fields(stored.response), dict, stored.response)
 
     async def delete(self, request: Request, response_id: str) -> Response:
         """Deletes a response that is still kept."""
@@ -104,12 +113,12 @@ class ResponsesRoutes:
         return AsciiJsonResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request, response_id: str) -> Response:
-        """Lists the input items of the request for a response that is still kept. Of the query, `limit` is the most
-        items that are listed, `order` is "asc" or "desc", and the list begins behind the item with the id `after`."""
+        """Lists the input items of a response that is still kept. Query parameters: `limit`, the most items on a page;
+        `order`, "asc" or "desc"; `after`, the id of the item before the page."""
         limit, order, after = (
             request.query_params.get(name, usual) for name, usual in (("limit", "20"), ("order", "desc"), ("after", ""))
         )
-        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MAX_LISTED):
+        if _LIMIT.fullmatch(limit) is None or int(limit) > _MAX_LISTED:
             raise InvalidParameter("limit", f"is {limit[:20]!r}; it must be from 1 to {_MAX_LISTED}")
         if order not in ("asc", "desc"):
             raise InvalidParameter("order", f"is {order[:20]!r}; it must be asc or desc")
@@ -121,10 +130,11 @@ class ResponsesRoutes:
         if after and not start:
             raise InvalidParameter("after", f"is {after[:80]!r}, which is no input item of this response")
         shown = items[start : start + int(limit)]
-        return AsciiJsonResponse({
+        page = {
             "object": "list", "data": shown, "has_more": start + len(shown) < len(items),
             "first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None,
-        })  # fmt: skip
+        }  # fmt: skip
+        return await self._large.make_json(count_fields(page), dict, page)
 
     def _input_items(self, body: ResponsesRequest, tenant: str) -> list[InputItem]:
         """The items of the body's input. Raises InvalidParameter for a reference to an item that is not kept, and for

@@ -284,7 +284,9 @@ async def test_the_input_items_of_a_response(start_http_router: StartHttpRouter,
     text = await router.openai.responses.create(model="tiny", input="hello", max_output_tokens=400)
     (only,) = (await ask(router, f"/v1/responses/{text.id}/input_items"))["data"]
     assert only["content"] == [{"type": "input_text", "text": "hello"}]
-    for wrong in ("after=x", "limit=0", "limit=101", "limit=a", "order=up"):
+    long = await router.openai.responses.create(model="tiny", input=[*given, *given], max_output_tokens=400)
+    assert len((await ask(router, f"/v1/responses/{long.id}/input_items?limit=100"))["data"]) == 16
+    for wrong in ("after=x", "limit=0", "limit=101", f"limit=000000001{'0' * 5000}", "limit=a", "order=up"):
         status, _, words = await router.request("GET", f"{path}?{wrong}")
         assert status == 400 and json.loads(words)["error"]["param"] == wrong.partition("=")[0], words
     assert (await router.request("GET", "/v1/responses/x/input_items"))[0] == 404
