@@ -279,6 +279,8 @@ class AsyncClient:
                     return
                 loss: CoatcheckError = Unavailable(f"{self.address} closed the stream before the answer was complete")
             except grpc.aio.AioRpcError as error:
+                if _refuses_unknown_field(error) and delivered.forget_ticket():
+                    continue  # the router is of an older version, which admits the resume as a new request
                 loss = explain_error(error, self.address, timeout)
                 if not _may_resume(error.code(), delivered.started):
                     raise loss from None
@@ -354,3 +356,8 @@ def _check_argument(name: str, value: object, kind: Any, form: str) -> None:
 def _may_resume(code: grpc.StatusCode, started: bool) -> bool:
     """Whether to try another router after status `code`. A started stream also waits for a router that is full."""
     return code is grpc.StatusCode.UNAVAILABLE or (started and code is grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+def _refuses_unknown_field(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the router refuses the request for a field that its version does not know."""
+    return error.code() is grpc.StatusCode.INVALID_ARGUMENT and "unknown field" in (error.details() or "")

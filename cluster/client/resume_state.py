@@ -41,6 +41,12 @@ class ResumeState:
             resumed_request.resume.add(choice=choice, token_ids=ids)
         return resumed_request
 
+    def forget_ticket(self) -> bool:
+        """Send no ticket until a router gives another one. Returns whether there was a ticket to forget."""
+        had_ticket = self.started and bool(self._resume_ticket)
+        self._resume_ticket = b""
+        return had_ticket
+
     def record_event(self, event: pb.GenerateEvent) -> pb.GenerateEvent | None:
         """Record `event` and return it. Return None for an event that repeats what a lost router had sent."""
         kind = event.WhichOneof("event")

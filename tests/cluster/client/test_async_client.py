@@ -317,6 +317,36 @@ async def test_begun_stream_outwaits_a_full_router() -> None:
     assert events[-1].final.group == "group-2"
 
 
+class _TicketingRouter(FakeRouter):
+    """Sends a resume ticket."""
+
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateEvent]:
+        async for event in super().GenerateStream(request, context):
+            if event.HasField("started"):
+                event.started.resume_ticket = b"ticket"
+            yield event
+
+
+class _OlderRouter(FakeRouter):
+    """Refuses a resume ticket as an unknown field, in the words of `message_limits`."""
+
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateEvent]:
+        if request.resume_ticket:
+            self.requests.append(request)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "GenerateRequest has an unknown field, number 12")
+        async for event in super().GenerateStream(request, context):
+            yield event
+
+
+async def test_a_router_of_an_older_version_resumes_without_ticket() -> None:
+    """A router that does not know resume tickets gets the resume again without one."""
+    async with _TicketingRouter(losses=[3]) as first, _OlderRouter() as older:
+        async with AsyncClient([first.address, older.address]) as client:
+            events = await gather(client, request(seed=1))
+    assert ids(events) == [token(1, 0, position) for position in range(6)]
+    assert [resumed.resume_ticket for resumed in older.requests] == [b"ticket", b""]
+
+
 async def test_callers_own_resume_is_kept() -> None:
     """Token ids that the caller already held are part of every later resume."""
     asked = request(seed=4)

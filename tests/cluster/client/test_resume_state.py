@@ -28,3 +28,13 @@ def test_a_resume_has_the_newest_ticket() -> None:
     for ticket in (b"first", b"second", b""):
         delivered.record_event(pb.GenerateEvent(started=pb.Started(request_id="r", seed=1, resume_ticket=ticket)))
         assert delivered.request().resume_ticket == (ticket or b"second")
+
+
+def test_a_ticket_that_a_router_does_not_know_is_forgotten() -> None:
+    """Until a router sends another ticket. Before the first event the request is the caller's own."""
+    delivered = ResumeState(pb.GenerateRequest(resume_ticket=b"own"))
+    assert not delivered.forget_ticket() and delivered.request().resume_ticket == b"own"
+    delivered.record_event(pb.GenerateEvent(started=pb.Started(resume_ticket=b"first")))
+    assert delivered.forget_ticket() and not delivered.forget_ticket() and not delivered.request().resume_ticket
+    delivered.record_event(pb.GenerateEvent(started=pb.Started(resume_ticket=b"second")))
+    assert delivered.request().resume_ticket == b"second"
