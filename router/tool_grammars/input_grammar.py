@@ -59,8 +59,8 @@ class InputGrammar:
                 text = rules.new_rule("input", f"%lark {{\n{grammar.quoted()}\n}}")
         except InvalidRequest as error:
             raise InvalidRequest(
-                f"the grammar of a custom tool {error}; that cannot be enforced in the JSON in which this model writes "
-                "calls: remove it, send a regex in its place, or set the tool's format to text"
+                f"the grammar of a custom tool {error}, which cannot be enforced in the JSON that this model writes "
+                "for calls; change that part, send a regex in place of the grammar, or set the tool's format to text"
             ) from None
         return f'"\\"" {text} "\\""'
 
