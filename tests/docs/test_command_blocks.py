@@ -1,6 +1,9 @@
 """How command blocks are read from a page."""
 
+import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,7 +43,9 @@ def test_blocks_in_order() -> None:
 def test_a_python_block_is_one_command() -> None:
     """Its lines reach Python as they are, quotes and comments among them."""
     (command,) = Block("python", "x = 'a'  # no comment of the shell's\nprint(x)\n").commands()
-    done = subprocess.run(["sh", "-c", command.text], capture_output=True, text=True)
+    # As in an activated virtual environment: a machine need not have a command `python`.
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["sh", "-c", command.text], capture_output=True, text=True, env=environment)
     assert done.stdout == "a\n"
 
 

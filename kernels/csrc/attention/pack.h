@@ -120,6 +120,8 @@ static void copy_chunk(const Item *it, Scratch *s, int64_t chunk, Parts *parts) 
         }
         j += run;
     }
+    /* A weight of 0 times a scale that was never written could be NaN. */
+    for (int64_t j = parts->count; j < CHUNK; j++) s->k_scales[j] = s->v_scales[j] = s->rope_scales[j] = 0;
 }
 
 /* Transposes a part of keys to words [dim / PAIR][PART], and fills up the last step of words with zeros. */
