@@ -198,7 +198,8 @@ INLINE Floats fused(Floats a, Floats b, Floats c) {
 }
 
 /* The scales of a span, [chunks][n], times the factor of the codes. */
-INLINE void load_span_scales_of(const int type, const Weight *w, int64_t panel, int64_t n, const Span *span, Floats *scales) {
+INLINE void load_span_scales_of(const int type, const Weight *w, int64_t panel, int64_t n, const Span *span,
+                                Floats *scales) {
     const float factor = w->kind == CODES_FP4 ? 0.5f : 1.0f;
     for (int64_t j = 0; j < n; j++) {
         const int64_t first = place_of_scales(span->groups, panel, span->group, j);

@@ -39,6 +39,12 @@ class HttpRouter(RouterUnderTest):
         error: dict[str, Any] = json.loads(text)["error"]
         return error
 
+    async def last_prompt(self) -> str:
+        """The text of the last prompt that the first group got."""
+        ids = list(self.groups[0].submits[-1].prompt_token_ids)
+        text: str = json.loads((await self.request("POST", "/detokenize", {"tokens": ids}))[2])["prompt"]
+        return text
+
     async def close(self) -> None:
         """Closes the HTTP client too."""
         await self.openai.close()

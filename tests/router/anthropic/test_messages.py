@@ -50,13 +50,6 @@ async def client_of(router: HttpRouter, api_key: str = "none") -> AsyncIterator[
         yield client
 
 
-async def prompt_of(router: HttpRouter) -> str:
-    """The text of the last prompt that the group got."""
-    ids = list(router.groups[0].submits[-1].prompt_token_ids)
-    shown: str = json.loads((await router.request("POST", "/detokenize", {"tokens": ids}))[2])["prompt"]
-    return shown
-
-
 async def test_a_block_has_no_field_that_is_null(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
     """Vercel's AI SDK refuses a text whose `citations` are null: they are a list, or left out."""
     router = await start_http_router(saying("<think>hm</think>so"), tokenizer=model)
@@ -129,7 +122,7 @@ async def test_history_reaches_the_template(start_http_router: StartHttpRouter, 
         sampling = {"temperature": 0.5, "top_k": 5}
         await client.messages.create(**asked, max_tokens=5, thinking=OFF, extra_body=sampling)
         assert router.groups[0].submits[-1].sampling.top_k == 5
-        prompt = await prompt_of(router)
+        prompt = await router.last_prompt()
         assert "<system>be brief<user>hello<assistant><think>hm</think>so<tool_call>" in prompt
         assert '{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call><tool>rain<user>and now?' in prompt
         assert prompt.endswith("<think></think>") and '"parameters": {"type": "object"' in prompt
@@ -172,7 +165,7 @@ async def test_claude_code_s_version_is_no_part_of_the_prompt(
             },
         )
     assert router.groups[0].submits[-1].cache_salt == "mine"
-    prompt = await prompt_of(router)
+    prompt = await router.last_prompt()
     assert "<tool>Read" in prompt
     assert "cc_version" not in prompt and "<system>speak French\nbe brief<user>hello<system>there are agents" in prompt
 
@@ -264,11 +257,11 @@ async def test_the_answer_goes_on_from_the_assistant_s_text(
         asked: dict[str, Any] = dict(model="tiny", max_tokens=9, thinking=OFF)
         begun = [*HELLO, {"role": "assistant", "content": "The sky is"}]
         answer = await client.messages.create(**asked, messages=begun)
-        assert answer.content[0].text == "blue" and (await prompt_of(router)).endswith("<assistant>The sky is")
+        assert answer.content[0].text == "blue" and (await router.last_prompt()).endswith("<assistant>The sky is")
         call = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
         parts = [{"type": "text", "text": "so"}, call]
         await client.messages.create(**asked, messages=[*HELLO, {"role": "assistant", "content": parts}])
-        assert (await prompt_of(router)).endswith("</tool_call><think></think>")
+        assert (await router.last_prompt()).endswith("</tool_call><think></think>")
 
 
 async def test_documents_are_texts(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
@@ -286,7 +279,7 @@ async def test_documents_are_texts(start_http_router: StartHttpRouter, model: To
     ]  # fmt: skip
     async with client_of(router) as client:
         await client.messages.create(model="tiny", max_tokens=9, messages=[{"role": "user", "content": content}])
-    assert "<tool>Bonn (a.org)\nwet<user>Weather\nit rains\nof May\nit\nsnows\nwhy?" in await prompt_of(router)
+    assert "<tool>Bonn (a.org)\nwet<user>Weather\nit rains\nof May\nit\nsnows\nwhy?" in await router.last_prompt()
 
 
 @pytest.mark.parametrize(
@@ -306,7 +299,7 @@ async def test_a_tool_that_fails_without_a_word_shows_an_error(
     content: list[Any] = [{"type": "tool_result", "tool_use_id": "t", **result}, {"type": "text", "text": "why?"}]
     async with client_of(router) as client:
         await client.messages.create(model="tiny", max_tokens=9, messages=[{"role": "user", "content": content}])
-    assert f"<tool>{shown}<user>why?" in await prompt_of(router)
+    assert f"<tool>{shown}<user>why?" in await router.last_prompt()
 
 
 async def test_too_long_is_said_in_anthropic_s_words(start_http_router: StartHttpRouter) -> None:
@@ -337,7 +330,7 @@ async def test_the_client_runs_tools(start_http_router: StartHttpRouter, model: 
         runner = client.beta.messages.tool_runner(model="tiny", max_tokens=99, messages=HELLO, tools=[weather])
         last = await runner.until_done()
     assert last.content[-1].text == "It rains."
-    prompt = await prompt_of(router)
+    prompt = await router.last_prompt()
     assert "<user>hello<assistant><think>hm</think>so<tool_call>" in prompt and "<tool>rain in Bonn" in prompt
     status, _, text = await router.request(
         "POST", "/v1/messages", {"model": "tiny", "max_tokens": 5, "messages": HELLO, "thread": {"type": "create"}}

@@ -10,7 +10,7 @@ from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.grammar import Grammar
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import FakeGroup
-from tests.router.http_router import HttpRouter, StartHttpRouter
+from tests.router.http_router import StartHttpRouter
 from tests.router.openai.scripted_chat import HELLO, WEATHER, allows, saying
 from tests.router.tiny_tokenizer import write_model
 
@@ -88,20 +88,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TokenizerJson:
     return TokenizerJson.load(str(write_model(tmp_path_factory.mktemp("model"), TEMPLATE)))
 
 
-async def prompt_of(router: HttpRouter) -> str:
-    """The text of the last prompt that the group got."""
-    ids = list(router.groups[0].submits[-1].prompt_token_ids)
-    shown: str = json.loads((await router.request("POST", "/detokenize", {"tokens": ids}))[2])["prompt"]
-    return shown
-
-
 async def test_forms_that_mean_the_same(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
     """Each body is served, and its prompt has what was sent."""
     router = await start_http_router(saying("yes"), tokenizer=model)
     for case, (changes, words) in SAME.items():
         status, _, text = await router.request("POST", CHAT, LEAST | changes)
         assert status == 200, (case, text)
-        assert words in (prompt := await prompt_of(router)), (case, prompt)
+        assert words in (prompt := await router.last_prompt()), (case, prompt)
 
 
 async def test_a_json_object_may_have_a_schema(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:

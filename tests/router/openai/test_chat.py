@@ -26,10 +26,7 @@ def tool_model(tmp_path_factory: pytest.TempPathFactory) -> TokenizerJson:
 async def prompt_of(router: HttpRouter, **body: Any) -> str:
     """The text of the prompt that the group got for a chat."""
     await router.openai.chat.completions.create(model="tiny", max_tokens=1, **body)
-    ids = list(router.groups[0].submits[-1].prompt_token_ids)
-    _, _, text = await router.request("POST", "/detokenize", {"tokens": ids})
-    shown: str = json.loads(text)["prompt"]
-    return shown
+    return await router.last_prompt()
 
 
 async def test_a_chat_is_the_one_that_grpc_gives(start_http_router: StartHttpRouter) -> None:

@@ -10,7 +10,7 @@ from openai.types.chat.chat_completion_message_custom_tool_call import ChatCompl
 
 from coatcheck.proto.grammar import Grammar
 from coatcheck.router.text.tokenizer import TokenizerJson
-from tests.router.http_router import HttpRouter, StartHttpRouter
+from tests.router.http_router import StartHttpRouter
 from tests.router.openai.scripted_chat import HELLO, TOOL_TEMPLATE, WEATHER, allows, saying
 from tests.router.tiny_tokenizer import write_model
 
@@ -35,13 +35,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TokenizerJson:
     return TokenizerJson.load(str(write_model(tmp_path_factory.mktemp("model"), TOOL_TEMPLATE)))
 
 
-async def prompt_of(router: HttpRouter) -> str:
-    """The text of the last prompt that the group got."""
-    ids = list(router.groups[0].submits[-1].prompt_token_ids)
-    shown: str = json.loads((await router.request("POST", "/detokenize", {"tokens": ids}))[2])["prompt"]
-    return shown
-
-
 async def test_a_call_of_a_custom_tool_has_its_input(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
     """Beside a call of a function. The model sees the tool as a function with one text."""
     router = await start_http_router(saying(f"so {call_of(PATCH)}\n{WEATHER_CALL}"), tokenizer=model)
@@ -53,7 +46,7 @@ async def test_a_call_of_a_custom_tool_has_its_input(start_http_router: StartHtt
     assert (custom.custom.name, custom.custom.input) == ("patch", PATCH)
     assert function.type == "function" and json.loads(function.function.arguments) == {"city": "Bonn"}
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "so ")
-    prompt = await prompt_of(router)
+    prompt = await router.last_prompt()
     shown = json.loads(prompt.partition("[tool ")[2].partition("][tool ")[0])
     assert (shown["type"], shown["function"]["name"]) == ("function", "patch")
     assert shown["function"]["parameters"]["properties"]["input"]["type"] == "string"
@@ -87,7 +80,7 @@ async def test_earlier_calls_are_shown_to_the_model(start_http_router: StartHttp
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "done"}
     history: list[Any] = [*HELLO, message.model_dump(), result]
     await create(model="tiny", messages=history, tools=[PATCH_TOOL], max_tokens=400)
-    prompt = await prompt_of(router)
+    prompt = await router.last_prompt()
     assert '"name": "patch"' in prompt and json.dumps({"input": PATCH}) in prompt and prompt.endswith("<tool>done")
 
 
@@ -109,7 +102,7 @@ async def test_a_grammar_constrains_the_input(start_http_router: StartHttpRouter
         await router.openai.chat.completions.create(**asked, tool_choice=choice)
         grammar = Grammar.from_message(router.groups[0].submits[-1].sampling.structured)
         assert allows(grammar, form % good) and not allows(grammar, form % bad), choice
-        assert json.dumps(LARK)[1:-1] in await prompt_of(router)
+        assert json.dumps(LARK)[1:-1] in await router.last_prompt()
     assert not allows(grammar, '[{"name": "weather"')
 
 

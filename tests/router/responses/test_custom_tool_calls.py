@@ -9,7 +9,7 @@ from openai.types.responses.response_custom_tool_call_item import ResponseCustom
 
 from coatcheck.proto.grammar import Grammar
 from coatcheck.router.text.tokenizer import TokenizerJson
-from tests.router.http_router import HttpRouter, StartHttpRouter
+from tests.router.http_router import StartHttpRouter
 from tests.router.openai.scripted_chat import TOOL_TEMPLATE, allows, saying
 from tests.router.tiny_tokenizer import write_model
 
@@ -33,13 +33,6 @@ def call_of(text: str, name: str = "patch") -> str:
 def model(tmp_path_factory: pytest.TempPathFactory) -> TokenizerJson:
     """A model that calls tools."""
     return TokenizerJson.load(str(write_model(tmp_path_factory.mktemp("model"), TOOL_TEMPLATE)))
-
-
-async def prompt_of(router: HttpRouter) -> str:
-    """The text of the last prompt that the group got."""
-    ids = list(router.groups[0].submits[-1].prompt_token_ids)
-    shown: str = json.loads((await router.request("POST", "/detokenize", {"tokens": ids}))[2])["prompt"]
-    return shown
 
 
 async def test_a_response_has_the_input(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
@@ -91,7 +84,7 @@ async def test_a_conversation_goes_on(start_http_router: StartHttpRouter, model:
         ([hello, reference, result], None),
     ):
         await create(model="tiny", input=given, previous_response_id=before, tools=[FREE], max_output_tokens=400)  # type: ignore[arg-type]
-        prompt = await prompt_of(router)
+        prompt = await router.last_prompt()
         assert "<user>hello<assistant><tool_call>" in prompt and json.dumps({"input": PATCH}) in prompt
         assert prompt.endswith("</tool_call><tool>done")
 
@@ -107,7 +100,7 @@ async def test_choices_of_custom_tools(start_http_router: StartHttpRouter, model
     await router.openai.responses.create(
         **asked, tool_choice={"type": "allowed_tools", "mode": "auto", "tools": [named]}
     )
-    assert "weather" not in await prompt_of(router)
+    assert "weather" not in await router.last_prompt()
 
 
 async def test_a_custom_tool_in_a_namespace(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
@@ -119,4 +112,4 @@ async def test_a_custom_tool_in_a_namespace(start_http_router: StartHttpRouter, 
     assert call.type == "custom_tool_call" and (call.namespace, call.name, call.input) == ("files", "patch", "x")
     history: Any = [{"role": "user", "content": "hello"}, call.model_dump()]
     await router.openai.responses.create(model="tiny", input=history, tools=tools, max_output_tokens=400)
-    assert '"name": "files__patch"' in (await prompt_of(router)).rpartition("<assistant>")[2]
+    assert '"name": "files__patch"' in (await router.last_prompt()).rpartition("<assistant>")[2]

@@ -1,6 +1,5 @@
 """/v1/responses with OpenAI's own client, against scripted groups."""
 
-import json
 from typing import Any
 
 import openai
@@ -11,7 +10,7 @@ from coatcheck.proto.grammar import Grammar
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.access.key_holders import OPS, SEARCH, write_keys
 from tests.router.fake_group import FakeGroup
-from tests.router.http_router import HttpRouter, StartHttpRouter
+from tests.router.http_router import StartHttpRouter
 from tests.router.openai.scripted_chat import allows, saying
 from tests.router.tiny_tokenizer import write_model
 
@@ -37,13 +36,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TokenizerJson:
     return TokenizerJson.load(str(write_model(tmp_path_factory.mktemp("model"), TEMPLATE)))
 
 
-async def prompt_of(router: HttpRouter) -> str:
-    """The text of the last prompt that the group got."""
-    ids = list(router.groups[0].submits[-1].prompt_token_ids)
-    shown: str = json.loads((await router.request("POST", "/detokenize", {"tokens": ids}))[2])["prompt"]
-    return shown
-
-
 async def test_a_response_has_reasoning_text_and_calls(
     start_http_router: StartHttpRouter, model: TokenizerJson
 ) -> None:
@@ -51,7 +43,7 @@ async def test_a_response_has_reasoning_text_and_calls(
     router = await start_http_router(saying(f"<think>hm</think>so{CALL}{CALL}"), tokenizer=model)
     asked: dict[str, Any] = dict(model="tiny", input="hello", tools=[WEATHER], instructions="be brief")
     whole = await router.openai.responses.create(**asked, reasoning={"effort": "low"})
-    assert "<system>be brief<user>hello" in await prompt_of(router) and "[low]" in await prompt_of(router)
+    assert "<system>be brief<user>hello" in await router.last_prompt() and "[low]" in await router.last_prompt()
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
     assert (whole.status, whole.output_text, whole.instructions) == ("completed", "so", "be brief")
     assert whole.output[2].arguments == '{"city": "Bonn"}'  # type: ignore[union-attr]
@@ -99,7 +91,7 @@ async def test_a_conversation_goes_on(start_http_router: StartHttpRouter, model:
     second = await create(model="tiny", input=[answer], previous_response_id=first.id, tools=[WEATHER])
     assert second.previous_response_id == first.id
     third = await create(model="tiny", input="and now?", previous_response_id=second.id)
-    prompt = await prompt_of(router)
+    prompt = await router.last_prompt()
     said = '<assistant><think>hm</think>so<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
     assert f"<user>hello{said}<tool>rain{said}<user>and now?" in prompt and "be brief" not in prompt
     assert (await router.openai.responses.retrieve(third.id)).output_text == third.output_text
@@ -122,7 +114,7 @@ async def test_the_output_may_be_the_next_input(start_http_router: StartHttpRout
     history += [{"role": "user", "content": [{"type": "input_text", "text": "and now?"}]}]
     await router.openai.responses.create(model="tiny", input=history, store=False)
     said = '<assistant><think>hm</think>so<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
-    assert f"<system>be brief<user>hello{said}<user>and now?" in await prompt_of(router)
+    assert f"<system>be brief<user>hello{said}<user>and now?" in await router.last_prompt()
 
 
 async def test_structured_output_and_forced_calls(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
@@ -244,7 +236,7 @@ async def test_codex_is_served(start_http_router: StartHttpRouter, model: Tokeni
     }
     status, _, text = await router.request("POST", "/v1/responses", body)
     assert status == 200 and "event: response.completed" in text, text
-    shown = await prompt_of(router)
+    shown = await router.last_prompt()
     assert "[tool weather][tool multi_agent_v1__weather]" in shown
     assert "<system>you are an agent\n\nskills<user>the directory<user>hello" in shown
 
@@ -282,7 +274,7 @@ async def test_items_may_be_sent_by_reference(start_http_router: StartHttpRouter
     history += [{"type": "function_call_output", "call_id": first.output[2].call_id, "output": "rain"}]  # type: ignore[union-attr]
     second = await router.openai.responses.create(model="tiny", input=history, tools=[WEATHER])
     said = '<assistant><think>hm</think>so<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
-    assert f"<user>hello{said}<tool>rain" in await prompt_of(router)
+    assert f"<user>hello{said}<tool>rain" in await router.last_prompt()
     counted = await router.openai.responses.input_tokens.count(model="tiny", input=history, tools=[WEATHER])
     assert second.usage is not None and counted.input_tokens == second.usage.input_tokens
     twice: list[Any] = [history[1], history[1]]
@@ -304,7 +296,7 @@ async def test_allowed_tools_and_verbosity(start_http_router: StartHttpRouter, m
     made = await router.openai.responses.create(
         model="tiny", input="hello", tools=tools, tool_choice=choice, text={"verbosity": "low"}
     )
-    prompt = await prompt_of(router)
+    prompt = await router.last_prompt()
     assert "[tool weather]" in prompt and "[tool clock]" not in prompt
     assert made.text is not None and made.text.verbosity == "low"
     assert getattr(made.tool_choice, "mode", None) == "auto"
@@ -329,7 +321,7 @@ async def test_tools_in_a_namespace(start_http_router: StartHttpRouter, model: T
     router = await start_http_router(saying(called), tokenizer=model)
     asked: dict[str, Any] = dict(model="tiny", input="hello", tools=AGENT_TOOLS)
     whole = await router.openai.responses.create(**asked)
-    assert "[tool mcp__weather]" in await prompt_of(router)
+    assert "[tool mcp__weather]" in await router.last_prompt()
     (call,) = whole.output
     assert call.type == "function_call" and (call.namespace, call.name) == ("mcp", "weather")
     assert [tool.type for tool in whole.tools] == ["namespace"], "a tool that is not offered is not listed"
@@ -346,7 +338,7 @@ async def test_tools_in_a_namespace(start_http_router: StartHttpRouter, model: T
     ]
     for goes_on in (dict(input=history), dict(input=history[3:], previous_response_id=whole.id)):
         await router.openai.responses.create(**asked | goes_on)
-        assert '"name": "mcp__weather"' in await prompt_of(router)
+        assert '"name": "mcp__weather"' in await router.last_prompt()
     chosen: Any = {"type": "function", "name": "weather", "namespace": "mcp"}
     forced = await router.openai.responses.create(**asked, tool_choice=chosen)
     assert forced.status in ("completed", "incomplete"), "the function of the namespace is found"
@@ -358,7 +350,7 @@ async def test_tools_that_no_client_runs(start_http_router: StartHttpRouter, mod
     router = await start_http_router(saying("so"), tokenizer=model)
     body = {"input": "hello", "tools": AGENT_TOOLS}
     assert (await router.request("POST", "/v1/responses", body))[0] == 200
-    assert "web_search" not in await prompt_of(router)
+    assert "web_search" not in await router.last_prompt()
     for wrong, name in (
         (body | {"tools": AGENT_TOOLS[1:]}, "web_search"),
         (body | {"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
