@@ -42,7 +42,7 @@ def correct(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Meas
 
 
 def decode(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
-    """Decode steps. The share is the bandwidth of reading KV over the copy bandwidth."""
+    """Decode steps. The share is the bandwidth of reading KV over the memory bandwidth."""
     shapes: list[tuple[str, list[tuple[int, int]], tuple[int, int, int], float]] = [
         ("64 of 4k", [(1, 4096)] * 64, (32, 8, 128), 0.85), ("16 of 16k", [(1, 16384)] * 16, (32, 8, 128), 0.85),
         ("8 of 32k", [(1, 32768)] * 8, (32, 4, 128), 0.85), ("256 of 2k", [(1, 2048)] * 256, (32, 8, 64), 0.85),
@@ -58,7 +58,7 @@ def decode(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measu
             batch = Batch(lengths, heads, kv_heads, dim, torch.bfloat16, kv, device)
             error = batch.error(batch.run(), [0, len(lengths) - 1])
             took = seconds(batch.run, device)
-            share = batch.kv_bytes / took / roofs.copy
+            share = batch.kv_bytes / took / roofs.memory
             title = f"{what}, {heads}/{kv_heads} of {dim}, {kv}, {batch.kv_bytes / _GB:.2f} GB"
             if kv is KvDtype.BFLOAT16:
                 plain = took
@@ -99,7 +99,7 @@ def prefill(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Meas
 
 def behind(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
     """Few new tokens behind a long prefix, decodes beside a chunk, and one rank's heads of a 70B at tp 8. The share is
-    the bandwidth of reading KV over the copy bandwidth."""
+    the bandwidth of reading KV over the memory bandwidth."""
     whole, eighth = (32, 8, 128), (8, 1, 128)
     shapes = [
         (f"{count} behind {length // 1024}k", [(count, length + count)], heads)
@@ -119,7 +119,7 @@ def behind(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measu
         error = batch.error(batch.run(), [0, len(lengths) - 1])
         took = seconds(batch.run, device)
         yield Measurement(
-            "behind", f"{what}, {heads}/{kv_heads} of {dim}", took * 1e3, batch.kv_bytes / took / roofs.copy, error
+            "behind", f"{what}, {heads}/{kv_heads} of {dim}", took * 1e3, batch.kv_bytes / took / roofs.memory, error
         )
         del batch
 

@@ -188,7 +188,7 @@ def engine(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measu
                 warm = time.perf_counter() - started
                 prefill, step = measure_steps(group, batch, context, steps)
                 weights = model.spec.weight_bytes
-                roof = (weights + batch * context * group.layout.bytes_per_token) / roofs.copy
+                roof = (weights + batch * context * group.layout.bytes_per_token) / roofs.memory
                 what = f"{shape.name}, batch {batch}, context {context}, kv {kv}, graphs {'on' if graphs else 'off'}"
                 share = roof / step
                 judged = graphs and shape.name == "1B" and kv == "auto"

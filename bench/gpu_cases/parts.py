@@ -25,7 +25,11 @@ import triton  # type: ignore[import-untyped]
 
 from coatcheck.bench.gpu_cases import all_reduce as gpu_all_reduce
 from coatcheck.bench.gpu_cases import attention as gpu_attention
+from coatcheck.bench.gpu_cases import delta as gpu_delta
 from coatcheck.bench.gpu_cases import engine as gpu_engine
+from coatcheck.bench.gpu_cases import experts as gpu_experts
+from coatcheck.bench.gpu_cases import latents as gpu_latents
+from coatcheck.bench.gpu_cases import linears as gpu_linears
 from coatcheck.bench.gpu_cases import ranks as gpu_ranks
 from coatcheck.bench.gpu_cases import rows as gpu_rows
 from coatcheck.bench.gpu_cases import steps as gpu_steps
@@ -44,6 +48,11 @@ PARTS: dict[str, Part] = {
     "sampling": gpu_rows.sampling,
     "engine": gpu_engine.engine,
     "steps": gpu_steps.steps,
+    "linears": gpu_linears.linears,
+    "w8a8": gpu_linears.w8a8,
+    "experts": gpu_experts.experts,
+    "latents": gpu_latents.latents,
+    "delta": gpu_delta.delta,
     "tiers": gpu_ranks.tiers,
     "all_reduce": gpu_all_reduce.all_reduce,
     "ranks": gpu_ranks.ranks,
@@ -51,10 +60,11 @@ PARTS: dict[str, Part] = {
     "flex": gpu_attention.flex,
     "tune": gpu_tune.tune,
 }
-# Seconds after which a part's process is killed. The three calls of bench/gpu.py take less than nine minutes each.
+# Seconds after which a part's process is killed. The four calls of bench/gpu.py take less than nine minutes each.
 LIMITS = {
     "correct": 150, "decode": 120, "prefill": 120, "behind": 100,
     "rows": 80, "sampling": 80, "engine": 200, "steps": 150,
+    "linears": 90, "w8a8": 70, "experts": 90, "latents": 70, "delta": 70,
     "tiers": 80, "all_reduce": 60, "ranks": 150, "deterministic": 120, "flex": 120, "tune": 480,
 }  # fmt: skip
 # Run only if --only names them: they have no targets.
@@ -200,6 +210,7 @@ def facts(device: torch.device, roofs: Roofs, quick: bool) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "versions": f"python {platform.python_version()}, {versions}",
         "copy": f"{roofs.copy / 1e9:.0f} GB/s read and written",
+        "read": f"{roofs.read / 1e9:.0f} GB/s read; shares of memory are of the larger of copy and read",
         "matrix": f"{roofs.matrix / 1e12:.1f} TFLOP/s of bfloat16",
         "quick": quick,
     }

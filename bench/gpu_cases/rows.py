@@ -1,4 +1,4 @@
-"""Stores, copies, norms, activations and the sampler for bench/gpu.py: error, and bytes over the copy bandwidth."""
+"""Stores, copies, norms, activations and the sampler for bench/gpu.py: error, and bytes over the memory bandwidth."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -111,7 +111,7 @@ def _judged(
     tolerance: float = 0.02,
 ) -> Measurement:
     took = seconds(work, device)
-    share = moved / took / roofs.copy
+    share = moved / took / roofs.memory
     met = (share >= _TARGET or quick) and error <= tolerance
     return Measurement(
         "rows", f"{what}, {moved / 1e6:.0f} MB", took * 1e3, share, error, target=f"share >= {_TARGET:.0%}", met=met

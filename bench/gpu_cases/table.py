@@ -2,6 +2,8 @@
 
 import json
 import time
+import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -111,6 +113,14 @@ class Table:
             f"\n{row.part}, {row.what}:\n\n```\n{row.failure}\n```\n" for row in self.rows if row.failure
         )
         (self._directory / "gpu.md").write_text(f"{facts}\n\n" + "\n".join(lines) + "\n" + failures)
+
+
+def or_failure(part: str, what: str, rows: Iterator[Measurement]) -> Iterator[Measurement]:
+    """`rows`. An exception becomes a FAILED row after them, so that the other cases of a part still run."""
+    try:
+        yield from rows
+    except Exception:
+        yield Measurement(part, what, failure=traceback.format_exc())
 
 
 def _number(value: float | None) -> str:

@@ -37,7 +37,7 @@ def tune(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measure
         ("1 of 32k", [(1, 32768)], 128, KvDtype.BFLOAT16),
     ):
         batch = Batch(lengths, 32, 8, dim, torch.bfloat16, kv, device)
-        floor = batch.kv_bytes / roofs.copy
+        floor = batch.kv_bytes / roofs.memory
         changes = [
             (batch.tiles().short.block_m, keys, warps, stages)
             for keys, warps, stages in product((32, 64, 128), (4, 8), (3, 5, 7))
@@ -50,7 +50,7 @@ def tune(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measure
         yield from _best(f"prefill, 1 of 8k of {dim}, {kv}", _tries(batch, "wide", _WIDE), floor, device)
     for context in (32768, 102400):
         batch = Batch([(16, context)], 32, 8, 128, torch.bfloat16, KvDtype.BFLOAT16, device)
-        floor = batch.kv_bytes / roofs.copy
+        floor = batch.kv_bytes / roofs.memory
         yield from _best(f"16 behind {context}", _tries(batch, "medium", _MEDIUM), floor, device)
 
 
