@@ -192,10 +192,10 @@ def is_known_block(block: Any) -> bool:
 
 
 def is_experts(module: Any) -> bool:
-    """Whether PackedExperts computes what transformers' module of experts does."""
+    """Whether PackedExperts computes what transformers' experts do. transformers 5.17 has no `has_post_expert_norm`."""
     if type(module).__name__ == "LongcatFlashExperts":
         return _activation_of(module) is not None and module.gate_up_proj is not None
-    if not getattr(module, "has_gate", False) or module.has_post_expert_norm:
+    if not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", False):
         return False
     return type(module).__name__ == "GptOssExperts" or (
         type(module)._apply_gate is _default_apply_gate
