@@ -76,10 +76,14 @@ class GroupStream:
                     self._last_message_at = clock()
                     receive(message)
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():  # close() was called, perhaps at the same moment
+                if _is_task_cancelled():  # close() was called, perhaps at the same moment
                     raise
                 raise GroupSilent(self._reason) from None
+            except grpc.aio.AioRpcError:
+                # gRPC swallows a cancellation that arrives while a call is prepared, and the call may fail by itself.
+                if _is_task_cancelled():
+                    raise asyncio.CancelledError from None
+                raise
             finally:
                 for helper in helpers:
                     helper.cancel()
@@ -126,3 +130,9 @@ class GroupStream:
             return error.errno is not None and error.errno not in _UNREACHABLE
         writer.close()
         return True
+
+
+def _is_task_cancelled() -> bool:
+    """Whether the present task was asked to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
