@@ -124,7 +124,7 @@ class Group:
         pool = allocate_kv_pool(self.layout, num_blocks, device)
         host = allocate_host_pool(host_blocks, self.layout.bytes_per_block, device) if host_blocks else None
         has_graphs = graphs and model.supports_cuda_graphs
-        sizes = capture_sizes(max_num_seqs, 8192, 512) if has_graphs else GraphSizes()
+        sizes = capture_sizes(max_num_seqs, 8192, 2048) if has_graphs else GraphSizes()
         self.runner = ModelRunner(
             model,
             self.layout,

@@ -45,7 +45,7 @@ class WeightForm(NamedTuple):
             case CodeKind.INT8:
                 codes, spread = (values * 32).round().clamp(-127, 127).to(torch.int8), 32.0
             case CodeKind.FP8:
-                codes, spread = (values * 100).to(torch.float8_e4m3fn), 100.0
+                codes, spread = (values * 100).clamp(-448, 448).to(torch.float8_e4m3fn), 100.0  # above is NaN
             case CodeKind.INT4:
                 codes, spread = (values * 3).round().clamp(-8, 7).to(torch.int8), 3.0
             case CodeKind.FP4:

@@ -198,11 +198,11 @@ class ServeConfig(Settings):
     )
     max_cudagraph_capture_size: int = setting(
         "Limits",
-        "On GPUs: tokens of the largest step that is captured as a CUDA graph, 512 at most. Graphs take memory and "
+        "On GPUs: tokens of the largest step that is captured as a CUDA graph, 2048 at most. Graphs take memory and "
         "time at startup. 0: no graphs, so each step launches every kernel.",
-        512,
+        2048,
         ge=0,
-        le=512,
+        le=2048,
     )
     max_queued: int = setting(
         "Limits",

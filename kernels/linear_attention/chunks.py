@@ -40,6 +40,8 @@ from coatcheck.kernels.linear_attention.convolution import _update_window
 from coatcheck.kernels.linear_attention.recurrence import DeltaNetWeights, _beta, _log_decay, _normalised
 from coatcheck.kernels.linear_attention.step_tiles import _find_sequence, count_tiles
 
+# The input_precision of most products. It is passed to each: Triton 3.6 does not compile a string that is a default.
+_EXACT = tl.constexpr("ieee")
 MIN_CHUNKED = 32  # a sequence with this many tokens in a step is computed in chunks; at most the size of a chunk
 
 
@@ -97,7 +99,7 @@ def compute_chunks(
 
 
 @triton.jit
-def _product(a, b, PRECISION: tl.constexpr = "ieee"):
+def _product(a, b, PRECISION: tl.constexpr):
     """a @ b in float32. PRECISION: Triton's input_precision, if a and b are float32."""
     return tl.dot(a, b, input_precision=PRECISION)
 
@@ -142,9 +144,9 @@ def _prepare_chunks(
         is_past = at[:, None] >= at[None, :]
         decays = tl.where(is_past, tl.exp(tl.where(is_past, total[:, None] - total[None, :], 0.0)), 0.0)
         q = _normalised(tl.load(inputs, mask, other=0.0)) * (KEY_DIM**-0.5)
-        scores = _product(q.to(k.dtype), tl.trans(k)) * decays
+        scores = _product(q.to(k.dtype), tl.trans(k), _EXACT) * decays
         tl.store(p + places[:, None] * CHUNK + at[None, :], scores.to(p.dtype.element_ty), mask)
-        a = tl.where(at[:, None] > at[None, :], _product(k, tl.trans(k)) * decays, 0.0) * beta[:, None]
+        a = tl.where(at[:, None] > at[None, :], _product(k, tl.trans(k), _EXACT) * decays, 0.0) * beta[:, None]
         in_block = (at // 8)[:, None] == (at // 8)[None, :]
         blocks = _inverse_of_nilpotent(tl.where(in_block, a, 0.0), INVERSE)
         rest = _product(blocks, tl.where(in_block, 0.0, a), INVERSE)
@@ -184,16 +186,16 @@ def _scan_chunks(
             values = y + row[:, None] * channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column[None, :]
             v = tl.load(values, mask, other=0.0).to(tl.float32)
             rounded = state.to(element)
-            v -= tl.exp(total)[:, None] * _product(k.to(element), rounded)
+            v -= tl.exp(total)[:, None] * _product(k.to(element), rounded, _EXACT)
             v *= _beta(ba + row * ba_stride + head, is_token)[:, None]
             inverse = tl.load(t + places[:, None] * CHUNK + at[None, :], mask, other=0.0)
-            update = _product(inverse, v.to(element)).to(element)
+            update = _product(inverse, v.to(element), _EXACT).to(element)
             q = _normalised(tl.load(inputs, mask, other=0.0)) * (tl.exp(total) * KEY_DIM**-0.5)[:, None]
             scores = tl.load(p + places[:, None] * CHUNK + at[None, :], mask, other=0.0)
-            o = _product(q.to(element), rounded) + _product(scores, update)
+            o = _product(q.to(element), rounded, _EXACT) + _product(scores, update, _EXACT)
             tl.store(out + places[:, None] * VALUE_DIM + column[None, :], o.to(element), mask)
             k *= tl.exp(last - total)[:, None]
-            state = state * tl.exp(last) + _product(tl.trans(k.to(element)), update)
+            state = state * tl.exp(last) + _product(tl.trans(k.to(element)), update, _EXACT)
         tl.store(states, state)
         is_new = length == count
         channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column

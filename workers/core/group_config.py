@@ -47,7 +47,7 @@ class GroupConfig:
     max_num_seqs: int = 256
     max_waiting: int = 1024
     max_batch_tokens: int = 2048
-    max_cudagraph_capture_size: int = 512
+    max_cudagraph_capture_size: int = 2048
     max_model_len: int | None = None
     deterministic: bool = False
     attention_backend: str = "auto"

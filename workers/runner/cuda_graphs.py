@@ -1,4 +1,4 @@
-"""CudaGraphs: steps of up to 512 tokens as CUDA graphs.
+"""CudaGraphs: steps of up to 2048 tokens as CUDA graphs.
 
 A graph replays the kernels that were launched during its capture, on the same addresses. A step is three replays: the
 forward pass of one of a few shapes (graph_shapes.py), and the logits and the sampler of one of a few numbers of rows,
@@ -212,7 +212,9 @@ class CudaGraphs:
 
     def pick_shape(self, rows: Sequence[ScheduledSequence]) -> StepShape | None:
         """The captured shape for these rows; None if the step must run without a graph."""
-        return pick_shape(rows, self.shapes, self._backend.short_queries) if self._forwards else None
+        if not self._forwards or sum(row.needs_sample for row in rows) > self._max_rows:
+            return None
+        return pick_shape(rows, self.shapes, self._backend.short_queries)
 
     def replay(self, rows: Sequence[ScheduledSequence], shape: StepShape) -> Tensor:
         """Compute the rows. Returns their tokens' hidden states, [T, hidden_size], valid until the next call."""

@@ -35,14 +35,15 @@ def row(num_tokens: int, start: int = 9, *, needs_sample: bool = True) -> Schedu
 
 
 @given(
-    max_num_seqs=st.integers(1, 1000), budget=st.integers(1, 9000), largest=st.integers(0, 512),
-    count=st.integers(1, 600),
+    max_num_seqs=st.integers(1, 1000), budget=st.integers(1, 9000), largest=st.integers(0, 2048),
+    count=st.integers(1, 2100),
 )  # fmt: skip
 def test_sizes_cover_what_may_run(max_num_seqs: int, budget: int, largest: int, count: int) -> None:
-    """Sizes ascend to what a step may have, `largest` at most. At most half of a step of decodes is padding; of a
-    step with more than 192 tokens a fourth."""
+    """Sizes ascend to what a step may have, `largest` at most, and 512 decodes at most. At most half of a step of
+    decodes is padding; of a step with more than 192 tokens a fourth."""
     sizes = capture_sizes(max_num_seqs, budget, largest)
-    for kind, most in ((sizes.decodes, min(max_num_seqs, budget, largest)), (sizes.chunks, min(budget, largest))):
+    decodes, chunks = min(max_num_seqs, budget, largest, 512), min(budget, largest)
+    for kind, most in ((sizes.decodes, decodes), (sizes.chunks, chunks)):
         assert list(kind) == sorted(set(kind)) and (kind[-1:] == (most,) if most else not kind)
         taken = next((size for size in kind if size >= count), None)
         if count > most:
@@ -108,6 +109,15 @@ def test_graphs_are_not_used_before_they_are_captured(checkpoint_directory: Path
     """A runner with capture sizes runs without graphs until they are captured."""
     runner = make_runner(load(tiny_checkpoint("llama", checkpoint_directory)), GraphSizes((2, 8), (12,)))
     assert serve(runner)[1] == []
+
+
+def test_a_step_that_samples_more_rows_than_were_captured_has_no_graph(checkpoint_directory: Path) -> None:
+    """Graphs of chunks hold more tokens than the graphs of the sampler hold rows."""
+    graphs = make_runner(load(tiny_checkpoint("llama", checkpoint_directory)), GraphSizes((2,), (16,))).graphs
+    graphs.capture()
+    rows = [row(2), row(1), row(9, needs_sample=False)]
+    assert graphs.pick_shape(rows) in graphs.shapes
+    assert graphs.pick_shape([*rows, row(1)]) is None
 
 
 def test_a_closed_runner_holds_no_graph(checkpoint_directory: Path) -> None:
