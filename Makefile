@@ -1,4 +1,4 @@
-# Every target works as the very first command in a fresh clone: it makes .venv when that is missing or stale.
+# Every target but test-gpu works as the very first command in a fresh clone: it makes .venv when that is missing or stale.
 # BENCH_OUT: where `make bench` leaves its figures. bench/results holds those that were published; git keeps them.
 # Needs python3 (3.11 to 3.13, with venv), make and gcc.
 
@@ -19,7 +19,7 @@ FLOOR := 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.17.*' 'numpy==2.3.*'
 # Packages whose versions depend on FLOOR, so that constraints.txt must not fix them.
 FLOOR_BRINGS := torch|triton|transformers|numpy|setuptools|tokenizers|huggingface_hub|hf-xet|safetensors
 
-.PHONY: demo test test-all test-floor tests-together tests-ray programs bench lint types clean
+.PHONY: demo test test-all test-floor test-gpu tests-together tests-ray programs bench lint types clean
 
 demo: .venv/installed
 	$(BIN)/python demo/demo.py
@@ -48,6 +48,11 @@ programs: .venv/installed
 # Workers and kernels at the oldest versions that GPU hosts may have.
 test-floor: .venv-floor/installed
 	.venv-floor/bin/python -m pytest tests/kernels tests/workers
+
+# Kernels and tiny models on an NVIDIA GPU, beside the CPU's results. Installs nothing: it runs with the torch of .venv if
+# there is one, else of $(PYTHON).
+test-gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) tests/gpu/run.py --out $(BENCH_OUT)/gpu
 
 bench: .venv/installed
 	$(BIN)/python bench/engine.py --json $(BENCH_OUT)/engine.json

@@ -92,7 +92,7 @@ class LatentBatch:
         size: int = 16,
         kv: torch.dtype | None = None,
     ) -> None:
-        random = torch.Generator().manual_seed(sum(map(sum, lengths)) + heads + rank)
+        random = torch.Generator(torch.get_default_device()).manual_seed(sum(map(sum, lengths)) + heads + rank)
         counts = [-(-context // size) for _, context in lengths]
         order = (torch.randperm(sum(counts), generator=random) + 1).to(torch.int32)  # block 0 stays unused
         self.block_tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)

@@ -10,7 +10,7 @@ from coatcheck.kernels.linear_attention.gated_delta_net import GatedDeltaNet
 def make_net(
     dtype: torch.dtype, key_heads: int, value_heads: int, key_dim: int, value_dim: int, *, batch_invariant: bool = False
 ) -> GatedDeltaNet:
-    random = torch.Generator().manual_seed(1)
+    random = torch.Generator(torch.get_default_device()).manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random)
@@ -37,7 +37,7 @@ def make_state(net: GatedDeltaNet, slots: int, dtype: torch.dtype) -> RecurrentS
 
 
 def make_inputs(net: GatedDeltaNet, tokens: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator(torch.get_default_device()).manual_seed(seed)
     width = net.channels + net.value_heads * net.value_dim
     qkvz = torch.randn(tokens, width + 3, generator=random).to(dtype)[:, :width]  # rows are strided
     return qkvz, torch.randn(tokens, 2 * net.value_heads, generator=random).to(dtype)

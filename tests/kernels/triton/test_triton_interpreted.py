@@ -1,6 +1,6 @@
 """The Triton kernels in Triton's interpreter on CPU, against the references.
 
-Triton chooses the interpreter when a kernel is decorated. So interpreted.py, beside this file, runs in new processes
+Triton chooses the interpreter when a kernel is decorated. So kernel_checks.py, beside this file, runs in new processes
 with TRITON_INTERPRET=1. bfloat16 has its own process, because mended_bfloat16.py changes the interpreter for it.
 """
 
@@ -40,7 +40,7 @@ def test_every_combination_of_attentions_features_agrees() -> None:
 
 def run(groups: list[str], seconds: float) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.triton.interpreted", *groups],
+        [sys.executable, "-m", "tests.kernels.triton.kernel_checks", *groups],
         cwd=Path(__file__).parents[3],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

@@ -1,13 +1,10 @@
 """Experts of published checkpoints stay quantised in memory, and give the tokens of their dequantised weights."""
 
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers import AutoModelForCausalLM
 
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.sizing import Sizing
@@ -15,34 +12,13 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.verification.paged_driver import PagedDriver
 from tests.workers.checkpoint.claimed_gpu import cpu_as_gpu
-from tests.workers.checkpoints import tiny_checkpoint
-from tests.workers.quantised_checkpoints import EXPERT_CASES, FORMATS, write_mxfp4
+from tests.workers.checkpoint.expert_checkpoints import write_pair
+from tests.workers.quantised_checkpoints import EXPERT_CASES
 from tests.workers.ranks import run_ranks
 
-GPT_OSS = GptOssConfig(
-    vocab_size=199, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
-    num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
-    max_position_embeddings=256, eos_token_id=2, pad_token_id=0,
-    rope_parameters=dict(rope_type="default", rope_theta=10000.0),
-)  # fmt: skip
 # The experts of these formats are decoded: groups of columns in any order, and NF4.
 DECODED = ("gptq-act-order", "nf4")
 PROMPT = [3 + 7 * place % 190 for place in range(30)]
-
-
-def write_pair(family: str, kind: str, directory: Path) -> tuple[Path, Path]:
-    """(a quantised checkpoint, one with the weights that its codes stand for)"""
-    config = GPT_OSS if family == "gpt-oss" else None
-    sizes: dict[str, Any] = dict(moe_intermediate_size=64) if family.startswith(("qwen", "deepseek")) else {}
-    if family == "deepseek-v3":
-        sizes["q_lora_rank"] = 32
-    source = tiny_checkpoint(family, directory, config=config, **sizes)
-    quantised, plain = directory / f"{family}-{kind}", directory / f"{family}-{kind}-plain"
-    exact = write_mxfp4(source, quantised) if kind == "mxfp4" else FORMATS[kind](source, quantised)
-    shutil.copytree(source, plain)
-    stored = {name: tensor.contiguous() for name, tensor in exact.items()}
-    save_file(stored, plain / "model.safetensors", {"format": "pt"})
-    return quantised, plain
 
 
 def rank_greedy(communicator: Communicator, argument: tuple[Path, bool]) -> list[int]:

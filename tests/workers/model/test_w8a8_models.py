@@ -19,16 +19,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from coatcheck.bench.setup.max_wait import MAX_PROGRAM_SECONDS
-from coatcheck.kernels.layers.quantised_rows import RowFormat, quantise_rows_reference
+from coatcheck.kernels.layers.quantised_rows import RowFormat
 from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.verification.paged_driver import PagedDriver
 from tests.kernels.triton.mended_interpreter import reduce_work
+from tests.workers.checkpoint.rounded_activations import round_inputs
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.quantised_checkpoints import FORMATS, Write, fp8_blocks, written
 
@@ -45,7 +45,6 @@ _CASES: dict[str, tuple[str, Write, RowFormat, str]] = {
     "shared expert": ("deepseek-v3", _BLOCKS, *_FP8_BLOCKS),
 }  # fmt: skip
 _SIZES: dict[str, dict[str, Any]] = {"qwen3-moe": dict(moe_intermediate_size=64), "deepseek-v3": dict(q_lora_rank=32)}
-_OF_LATENTS = ("q_a_proj.weight", "q_b_proj.weight", "kv_b_proj.weight")  # these keep their activations
 _PROMPT = [3 + 7 * place % 190 for place in range(30)]
 _TOKENS = 8
 _BOUND = 1e-4  # of logits of about 8
@@ -104,7 +103,7 @@ def compare(name: str, path: Path, plain: Path) -> None:
     tokens = ours.greedy([_PROMPT], _TOKENS, chunk=16)
     theirs: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, experts_implementation="eager")
     exact = _logits(theirs)
-    _round_inputs(theirs, format)
+    round_inputs(theirs, format)
     rounded = _logits(theirs)
     error, error_off, effect = (
         float((one - other).abs().max()) for one, other in ((logits, rounded), (without, exact), (exact, rounded))
@@ -133,23 +132,6 @@ def _logits(model: Any) -> torch.Tensor:
 def _our_logits(driver: PagedDriver) -> torch.Tensor:
     sequence = driver.start(_PROMPT, 1)
     return driver.step([(sequence, len(_PROMPT))])[0]
-
-
-def _round_inputs(theirs: Any, format: RowFormat) -> None:
-    """Let every product of `theirs` with a weight of a layer's linears and experts round its input."""
-    weights = {
-        weight.untyped_storage().data_ptr()
-        for name, weight in theirs.model.named_parameters()
-        if name.endswith(("_proj.weight", "_proj")) and not name.endswith(_OF_LATENTS)
-    }
-    plain = F.linear
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if weight.untyped_storage().data_ptr() in weights:
-            x = quantise_rows_reference(x.flatten(0, -2), format).dequantise().view(x.shape)
-        return plain(x, weight, bias)
-
-    F.linear = linear  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The kernel that ranks compute together, in Triton's interpreter, one process for each rank; run by interpreted.py."""
+"""The kernel that ranks compute together, in Triton's interpreter, one process for each rank."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.peer_memory import MAX_PROGRAMS, PeerMemory, signal_bytes
 from tests.kernels.triton.agreement import agree
-from tests.kernels.triton.interpreted_linears import same_codes
+from tests.kernels.triton.linear_checks import same_codes
 
 _SIZE = 3
 # (tokens, hidden): one program, several, and programs with more than one row.

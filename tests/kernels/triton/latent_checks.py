@@ -1,4 +1,4 @@
-"""Latent attention in Triton's interpreter, over pools of every kind; run by interpreted.py."""
+"""Latent attention, over pools of every kind; run by kernel_checks.py and tests/gpu."""
 
 from collections.abc import Sequence
 
@@ -96,7 +96,7 @@ def same_bits(dtype: torch.dtype) -> None:
 
 def stored(dtype: torch.dtype) -> None:
     """Latents are normalised, rotary keys and queries rotated, in place; slot -1 and other slots stay as they were."""
-    random = torch.Generator().manual_seed(1)
+    random = torch.Generator(torch.get_default_device()).manual_seed(1)
     for pool in (dtype, *QUANTISED):
         ours, theirs = (latent_cache(4, 8, 48, 12, pool, fill=0) for _ in range(2))
         kv = torch.randn(9, 70, generator=random).to(dtype)[:, 5:65]

@@ -1,4 +1,4 @@
-"""Gated delta nets in Triton's interpreter; run by tests/kernels/triton/interpreted.py."""
+"""Gated delta nets; run by kernel_checks.py and tests/gpu."""
 
 from collections.abc import Sequence
 
@@ -49,7 +49,9 @@ def _compare(net: GatedDeltaNet, dtype: torch.dtype, wide_tiles: bool) -> None:
 def _launch(
     net: GatedDeltaNet, qkvz: Tensor, ba: Tensor, state: RecurrentState, rows: StateRows, wide_tiles: bool
 ) -> Tensor:
-    """As on a GPU with these products, also for float32, which has no chunks there."""
+    """In the interpreter as on a GPU with these products, also for float32, which has no chunks there."""
+    if qkvz.is_cuda:
+        return net(qkvz, ba, state, rows)
     assert state.matrix is not None
     gpu = SM_90._replace(convert=1, wide_tiles=wide_tiles)
     out = torch.full((len(qkvz), net.value_heads * net.value_dim), SENTINEL, dtype=qkvz.dtype)

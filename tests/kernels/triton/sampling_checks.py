@@ -1,4 +1,4 @@
-"""Filters, penalties, masks, the draw and logprobs in Triton's interpreter; run by interpreted.py."""
+"""Filters, penalties, masks, the draw and logprobs; run by kernel_checks.py and tests/gpu."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The choice of experts and their grouped products in Triton's interpreter; run by interpreted.py."""
+"""The choice of experts and their grouped products; run by kernel_checks.py and tests/gpu."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -213,7 +213,7 @@ def experts_of(
 def neighbours(dtype: torch.dtype, batch_invariant: bool) -> None:
     """With `batch_invariant` few and many tokens take tiles of one height, and a token has the same bits in both."""
     launches = {
-        grouped_gemm.pick_launch(pairs, EXPERTS, dtype.itemsize, gpu_properties(torch.device("cpu")),
+        grouped_gemm.pick_launch(pairs, EXPERTS, dtype.itemsize, gpu_properties(torch.get_default_device()),
                                  batch_invariant=batch_invariant)
         for pairs in (2, 10_000)
     }  # fmt: skip

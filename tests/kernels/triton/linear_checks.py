@@ -1,4 +1,4 @@
-"""Linears over quantised weights, with quantised activations, and in a fixed order, in Triton's interpreter."""
+"""Linears over quantised weights and activations, and in a fixed order; run by kernel_checks.py and tests/gpu."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -76,7 +76,7 @@ def fixed_order(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) 
     batch, in tiles of few rows and of many. Features and columns may divide by no tile."""
     torch.manual_seed(0)
     for dtype in dtypes:
-        gpu = gpu_properties(torch.device("cpu"))
+        gpu = gpu_properties(torch.get_default_device())
         launch = invariant_linear.pick_launch(dtype.itemsize, gpu)
         for heads, features, depth, has_bias in ((1, 70, 1030, True), (1, 64, 1024, False), (3, 17, 40, False)):
             weight = torch.randn(heads, features, depth).to(dtype)

@@ -1,4 +1,4 @@
-"""Norm, rotary, activation, copies and stores in Triton's interpreter; run by interpreted.py."""
+"""Norm, rotary, activation, copies and stores; run by kernel_checks.py and tests/gpu."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Paged attention in Triton's interpreter, over pools of every kind; run by interpreted.py."""
+"""Paged attention, over pools of every kind; run by kernel_checks.py and tests/gpu."""
 
 from collections.abc import Sequence
 
