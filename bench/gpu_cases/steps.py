@@ -21,11 +21,12 @@ _DRAWN = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=0)
 
 def steps(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
     """Decodes of one and of many sequences, drawn by top-p too, prompts alone, and both in one step."""
-    batch, context, chunk, times = (3, 40, 8, 2) if quick else (64, 2048, 256, 20)
+    batch, context, chunk, long, times = (3, 40, 8, 20, 2) if quick else (64, 2048, 256, 1024, 20)
     one, many = [(context, 1)], [(context, 1)] * batch
     kinds = [
         ("batch 1, greedy", one, _GREEDY), (f"batch {batch}, greedy", many, _GREEDY),
         (f"batch {batch}, top-p", many, _DRAWN), (f"a prompt of {chunk}", [(0, chunk)], _GREEDY),
+        (f"a prompt of {long}", [(0, long)], _GREEDY),
         (f"{chunk} of a prompt, {batch - 1} decodes", [*many[1:], (0, chunk)], _GREEDY),
         (f"16 of a prompt behind {context}, {batch - 1} decodes", [*many[1:], (context - 16, 16)], _GREEDY),
     ]  # fmt: skip
