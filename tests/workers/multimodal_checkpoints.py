@@ -101,7 +101,10 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (dict(rope_parameters=_MROPE | dict(mrope_interleaved=True)), _QWEN, dict(tie_word_embeddings=True)),
     "qwen3_vl_moe": (dict(rope_parameters=_MROPE) | _EXPERTS, _QWEN, {}),
     "smolvlm": (dict(model_type="llama"), VISION_FIELDS, {}),
-    "aria": (_EXPERTS | dict(moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1), VISION_FIELDS, {}),
+    "aria": (
+        _EXPERTS | dict(model_type="aria_text", moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
+        VISION_FIELDS, {},
+    ),
     "cohere_compass": (
         dict(rope_parameters={kind: dict(rope_type="default", rope_theta=1e4) for kind in _MIXED}, layer_types=_MIXED,
              sliding_window=16),
@@ -159,7 +162,8 @@ class _VisionTower(PreTrainedModel):
         self.post_init()
 
 
-AutoModel.register(Gemma3nVisionConfig, _VisionTower, exist_ok=True)
+# AutoModel.register of transformers 5.17 does nothing for transformers' own config classes.
+AutoModel._model_mapping._extra_content[Gemma3nVisionConfig] = _VisionTower  # type: ignore[attr-defined]
 
 
 def multimodal_config(model_type: str, **fields: Any) -> Any:

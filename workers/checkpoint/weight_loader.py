@@ -172,13 +172,13 @@ def _zero_absent_corrections(
     model: PreTrainedModel, parameters: dict[str, Tensor], loaded: set[str], device: torch.device
 ) -> int:
     """Set the biases by which experts are chosen to zero, if the checkpoint lacks them and transformers allows that.
-    A.X-K1 has none. Adds their names to `loaded` and returns their bytes."""
+    A.X-K1 has none, which transformers 5.17 does not know. Adds their names to `loaded` and returns their bytes."""
     held = 0
-    patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
-    for name in sorted(parameters.keys() - loaded):
-        if name.endswith(".e_score_correction_bias") and any(pattern.search(name) for pattern in patterns):
-            zeros = torch.zeros(parameters[name].shape, dtype=parameters[name].dtype)
-            held += _set_parameter(model, name, zeros, parameters[name], None, device)
+    patterns = [r"\.e_score_correction_bias$"] if model.config.model_type == "axk1" else []
+    patterns += model._keys_to_ignore_on_load_missing or ()
+    for name, tensor in sorted((name, parameters[name]) for name in parameters.keys() - loaded):
+        if name.endswith(".e_score_correction_bias") and any(re.search(pattern, name) for pattern in patterns):
+            held += _set_parameter(model, name, torch.zeros(tensor.shape, dtype=tensor.dtype), tensor, None, device)
             loaded.add(name)
     return held
 

@@ -145,7 +145,10 @@ class FusedBody:
         """cos and sin of positions [T], each [T, rot_dim], by the model's rotary module. The module reads only the
         dtype and the device of its first argument."""
         like = torch.empty(1, 1, 0, dtype=self._dtype, device=positions.device)
-        arguments = (like, positions[None]) if rope_type is None else (like, positions[None], rope_type)
+        batch = positions[None]
+        if hasattr(self.rotary, "mrope_section"):  # qwen3_5: transformers 5.17 asks for a row for each of time, y and x
+            batch = batch.expand(3, 1, -1)
+        arguments = (like, batch) if rope_type is None else (like, batch, rope_type)
         tables = self.rotary(*arguments)
         if isinstance(tables, Tensor):  # deepseek_v2: a complex tensor, cos + i sin of each pair
             tables = tuple(torch.cat((part, part), dim=-1) for part in (tables.real, tables.imag))

@@ -48,8 +48,8 @@ from coatcheck.workers.model.rope import choose_max_model_len, pin_rope_scaling
 from coatcheck.workers.model.sparse_mlp import (
     check_expert_parallel,
     drop_weights_of_identity_experts,
-    expert_tp_plan,
     is_known_block,
+    missing_tp_plan,
     router_linears,
 )
 
@@ -119,7 +119,7 @@ def prepare_model(
     get_lm_head: Any = causal.get_output_embeddings
     plan = plan_sharding(
         {name: tuple(tensor.shape) for name, tensor in causal.state_dict().items()},
-        {**causal.tp_plan, **expert_tp_plan(causal)},
+        {**causal.tp_plan, **missing_tp_plan(causal)},
         layers,
         names[causal.get_input_embeddings()],
         names[get_lm_head()],

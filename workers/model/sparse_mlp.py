@@ -62,7 +62,7 @@ class MixtureOfExperts:
     """
 
     def __init__(self, block: Any, *, batch_invariant: bool) -> None:
-        module, self.reduce = _unwrap(block.experts)
+        module, self.reduce, first = _unwrap(block.experts)
         router = _router_of(block)
         read, in_float32 = _ROUTERS[type(router).__name__]
         self.routing = read(router)
@@ -71,7 +71,6 @@ class MixtureOfExperts:
         if in_float32:
             weight = weight.float()
         self.router = PackedLinear(weight, bias, batch_invariant=batch_invariant)
-        first = _first_expert(block.experts)
         self.experts = pack_experts(module, self.routing.top_k, first=first, batch_invariant=batch_invariant)
         # From this id on the experts of longcat_flash are identities without weights. One rank adds their outputs.
         self._first_identity = module.num_routed_experts if getattr(module, "zero_expert_num", 0) else None
@@ -166,21 +165,25 @@ def replace_experts(module: nn.Module, *, batch_invariant: bool) -> None:
         if is_known_block(child):
             setattr(module, name, PackedBlock(child, batch_invariant=batch_invariant))
         elif is_experts(_unwrap(child)[0]):
-            plain, reduce = _unwrap(child)
-            first, top_k = _first_expert(child), _top_k(module)
-            experts = pack_experts(plain, top_k, first=first, batch_invariant=batch_invariant)
+            plain, reduce, first = _unwrap(child)
+            experts = pack_experts(plain, _top_k(module), first=first, batch_invariant=batch_invariant)
             setattr(module, name, ExpertsAdapter(experts, reduce))
         else:
             replace_experts(child, batch_invariant=batch_invariant)
 
 
-def expert_tp_plan(model: nn.Module) -> dict[str, str]:
-    """The sharding styles of gpt-oss' experts, which transformers' own tp_plan lacks. See plan_sharding."""
+def missing_tp_plan(model: PreTrainedModel) -> dict[str, str]:
+    """The sharding styles that transformers' own tp_plan may lack: those of gpt-oss' experts, and with transformers
+    5.17 those of many other experts and of nemotron's MLP. See plan_sharding, where transformers' styles come first."""
     plan: dict[str, str] = {}
+    if model.config.model_type == "nemotron":
+        plan = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
     for name, module in model.named_modules():
-        if type(module).__name__ == "GptOssExperts":
-            columns = dict.fromkeys((f"{name}.gate_up_proj", f"{name}.gate_up_proj_bias"), "pairs_of_columns")
-            plan |= {name: "moe_tp_experts", **columns, f"{name}.down_proj": "rows_of_experts"}
+        if is_experts(module):
+            is_gpt_oss = type(module).__name__ == "GptOssExperts"
+            gate_up, down = ("pairs_of_columns", "rows_of_experts") if is_gpt_oss else ("packed_colwise", "rowwise")
+            columns = dict.fromkeys((f"{name}.gate_up_proj", f"{name}.gate_up_proj_bias"), gate_up)
+            plan |= {name: "moe_tp_experts", **columns, f"{name}.down_proj": down}
     return plan
 
 
@@ -243,13 +246,10 @@ def pack_experts(module: Any, top_k: int, *, first: int, batch_invariant: bool) 
     )
 
 
-def _unwrap(experts: Any) -> tuple[Any, RankSum | None]:
-    """transformers' experts, and the all-reduce of their outputs."""
-    return (experts.experts, experts.reduce) if isinstance(experts, TensorParallelExperts) else (experts, None)
-
-
-def _first_expert(experts: Any) -> int:
-    return experts.first if isinstance(experts, TensorParallelExperts) else 0
+def _unwrap(experts: Any) -> tuple[Any, RankSum | None, int]:
+    """transformers' experts, the all-reduce of their outputs, and the id of the first of them."""
+    is_part = isinstance(experts, TensorParallelExperts)
+    return (experts.experts, experts.reduce, experts.first) if is_part else (experts, None, 0)
 
 
 def drop_weights_of_identity_experts(model: nn.Module) -> None:
