@@ -85,7 +85,7 @@ def scaled_mm_refusal(device: torch.device) -> str:
         return "only GPUs have it"
     rows, depth, features = _PROBE
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(count, depth, generator=generator).bfloat16() for count in (rows, features))
+    x, weight = (torch.randn(count, depth, generator=generator, device="cpu").bfloat16() for count in (rows, features))
     format = RowFormat(CodeKind.FP8, 0)
     x_rows, w_rows = quantise_rows_reference(x, format), quantise_rows_reference(weight, format)
     exact = x_rows.dequantise() @ w_rows.dequantise().T
