@@ -47,6 +47,11 @@ _WARM_UP_TOKENS = 64
 _MEASURED_TOKENS = 256  # in the small KV pool of _measure_free_gpu_bytes
 
 
+# Tokens of the largest CUDA graph of a model whose ranks divide each block's tokens: in larger steps the ranks may gather
+# the contexts, for which no graph is captured.
+_LARGEST_WITH_TOKEN_SHARDS = 512
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
     """`spec`: its `name` is the name under which the model is served. `copy_report`: the report on the copies of the
@@ -248,7 +253,10 @@ def _build_runner(
 def _graph_sizes(config: GroupConfig, model: Model, device: torch.device) -> GraphSizes:
     if device.type != "cuda" or not model.supports_cuda_graphs:
         return GraphSizes()
-    return capture_sizes(config.max_num_seqs, config.max_batch_tokens, config.max_cudagraph_capture_size)
+    largest = config.max_cudagraph_capture_size
+    if any(layer.token_shards > 1 for layer in model.spec.layers):
+        largest = min(largest, _LARGEST_WITH_TOKEN_SHARDS)
+    return capture_sizes(config.max_num_seqs, config.max_batch_tokens, largest)
 
 
 def _run_largest_steps(config: GroupConfig, runner: ModelRunner) -> None:
