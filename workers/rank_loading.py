@@ -45,8 +45,8 @@ _log = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 64
 _MEASURED_TOKENS = 256  # in the small KV pool of _measure_free_gpu_bytes
-# Tokens of the largest CUDA graph if ranks divide each block's tokens. In larger steps the ranks may gather the contexts,
-# for which no graph is captured.
+# Tokens of the largest CUDA graph if ranks divide each block's tokens. In larger steps the ranks may gather the
+# contexts, for which no graph is captured.
 _LARGEST_WITH_TOKEN_SHARDS = 512
 
 
