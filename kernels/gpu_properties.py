@@ -19,6 +19,7 @@ class GpuProperties(NamedTuple):
 
     `wide_tiles`: matrix products read both operands from shared memory (sm_90 and sm_100), which leaves registers for
     large tiles. sm_120 has the matrix products of sm_80.
+    `warp_groups`: groups of four warps multiply tiles of 64 rows, and hold the sums in registers (sm_90).
     `convert`: how kernels convert quantised bytes to floats. 0: integer operations, 1: Triton's casts, 2: PTX, 3: PTX
     with e4m3 conversions (sm_89 and later).
     `processors`: the number of streaming multiprocessors or compute units.
@@ -38,6 +39,7 @@ class GpuProperties(NamedTuple):
     has_prefill_ptx: bool = True
     has_fp8_products: bool = True
     has_int8_products: bool = True
+    warp_groups: bool = False
 
     @property
     def prefill_convert(self) -> int:
@@ -50,7 +52,7 @@ LEAST_CAPABILITY = (8, 0)
 
 SM_80 = GpuProperties(163 * 1024, False, 2, 108, has_fp8_products=False)
 SM_89 = GpuProperties(99 * 1024, False, 3, 142)  # L40S
-SM_90 = GpuProperties(227 * 1024, True, 3, 132)
+SM_90 = GpuProperties(227 * 1024, True, 3, 132, warp_groups=True)
 SM_100 = GpuProperties(227 * 1024, True, 3, 148, has_prefill_ptx=False, has_int8_products=False)
 SM_120 = GpuProperties(99 * 1024, False, 3, 188)  # RTX PRO 6000
 GFX942 = GpuProperties(64 * 1024, False, 0, 304, max_stages=2, has_fp8_products=False, has_int8_products=False)
@@ -84,4 +86,5 @@ def gpu_properties(device: torch.device) -> GpuProperties:
         has_prefill_ptx=not (10, 0) <= capability < (12, 0),
         has_fp8_products=capability >= (8, 9),
         has_int8_products=not (10, 0) <= capability < (12, 0),
+        warp_groups=(9, 0) <= capability < (10, 0),
     )
