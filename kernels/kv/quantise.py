@@ -8,6 +8,8 @@ plus 8, in its high nibble. A row of zeros has scale 0.
 
 Attention over keys and values never multiplies elements by scales: the scale of a key multiplies its scores, and the
 scale of a value its weight.
+
+Linears over quantised weights (kernels/layers) convert their codes and scales by the functions of this file, too.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -45,6 +47,39 @@ _PTX_INT4 = tl.constexpr(
     "mov.b32 e, 0x64086408; prmt.b32 b, a, 0x64646464, 0x4342; prmt.b32 a, a, 0x64646464, 0x4140;"
     "prmt.b32 d, c, 0x64646464, 0x4342; prmt.b32 c, c, 0x64646464, 0x4140;"
     "sub.f16x2 $0, a, e; sub.f16x2 $1, b, e; sub.f16x2 $2, c, e; sub.f16x2 $3, d, e; }"
+)
+# The same to four bfloat16. A bfloat16 with the high byte 0x43 and the low byte b < 128 is 128 + b; 0x4380 is 256. The
+# bits of an e4m3 number, shifted, are 2^-120 times its value, and NaN becomes 480.
+_PTX_FP8_BF16 = tl.constexpr(
+    "{ .reg .b32 a, b, c, d, e, f; prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424; mov.b32 e, 0x7B807B80;"
+    "mov.b32 f, 0x80008000; shr.u32 c, a, 4; and.b32 c, c, 0x07F007F0; and.b32 a, a, f; or.b32 a, a, c;"
+    "shr.u32 d, b, 4; and.b32 d, d, 0x07F007F0; and.b32 b, b, f; or.b32 b, b, d;"
+    "fma.rn.bf16x2 $0, a, e, f; fma.rn.bf16x2 $1, b, e, f; }"
+)
+_PTX_INT8_BF16 = tl.constexpr(
+    "{ .reg .b32 a, b, c, d, e; prmt.b32 a, $2, 0x43434343, 0x4140; prmt.b32 b, $2, 0x43434343, 0x4342;"
+    "mov.b32 e, 0xBF80BF80; and.b32 c, a, 0xFF80FF80; and.b32 a, a, 0xFF7FFF7F; fma.rn.bf16x2 $0, c, e, a;"
+    "and.b32 d, b, 0xFF80FF80; and.b32 b, b, 0xFF7FFF7F; fma.rn.bf16x2 $1, d, e, b; }"
+)
+_PTX_INT4_BF16 = tl.constexpr(
+    "{ .reg .b32 a, b, c, d, e, f; and.b32 a, $4, 0x0F0F0F0F; shr.u32 c, $4, 4; and.b32 c, c, 0x0F0F0F0F;"
+    "mov.b32 e, 0x3F803F80; mov.b32 f, 0xC308C308;"
+    "prmt.b32 b, a, 0x43434343, 0x4342; prmt.b32 a, a, 0x43434343, 0x4140;"
+    "prmt.b32 d, c, 0x43434343, 0x4342; prmt.b32 c, c, 0x43434343, 0x4140;"
+    "fma.rn.bf16x2 $0, a, e, f; fma.rn.bf16x2 $1, b, e, f; fma.rn.bf16x2 $2, c, e, f; fma.rn.bf16x2 $3, d, e, f; }"
+)
+# The bits of an e2m1 number, moved into a bfloat16, are 2^-126 times its value.
+_PTX_FP4_BF16 = tl.constexpr(
+    "{ .reg .b32 a, b, c, d, e, f; prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342; mov.b32 e, 0x7E807E80;"
+    "mov.b32 f, 0x80008000;"
+    "shl.b32 c, a, 12; and.b32 c, c, f; shl.b32 d, a, 6; and.b32 d, d, 0x01C001C0; or.b32 c, c, d;"
+    "fma.rn.bf16x2 $0, c, e, f;"
+    "shl.b32 c, b, 12; and.b32 c, c, f; shl.b32 d, b, 6; and.b32 d, d, 0x01C001C0; or.b32 c, c, d;"
+    "fma.rn.bf16x2 $1, c, e, f;"
+    "shl.b32 c, a, 8; and.b32 c, c, f; shl.b32 d, a, 2; and.b32 d, d, 0x01C001C0; or.b32 c, c, d;"
+    "fma.rn.bf16x2 $2, c, e, f;"
+    "shl.b32 c, b, 8; and.b32 c, c, f; shl.b32 d, b, 2; and.b32 d, d, 0x01C001C0; or.b32 c, c, d;"
+    "fma.rn.bf16x2 $3, c, e, f; }"
 )
 
 
@@ -89,7 +124,7 @@ def _quantised(x, inverse_scale, KIND: tl.constexpr):
 
 @triton.jit
 def _widened(x, KIND: tl.constexpr, CONVERT: tl.constexpr, dtype: tl.constexpr, FREE: tl.constexpr):
-    """fp8 and int8 elements, as bytes -> exact float16 or float32, without their scale. KIND 0: elements -> `dtype`.
+    """fp8 and int8 elements, as bytes -> exact floats, without their scale. KIND 0: elements -> `dtype`.
 
     PTX converts four bytes at once. Without PTX the integer becomes the low mantissa bits of a power of two, which is
     then subtracted. FREE is Triton's `is_pure`: the compiler may move a change of layout from before the conversion to
@@ -100,6 +135,9 @@ def _widened(x, KIND: tl.constexpr, CONVERT: tl.constexpr, dtype: tl.constexpr, 
     elif CONVERT >= 2 and dtype == tl.float16:
         code: tl.constexpr = _PTX_INT8 if KIND == 2 else (_PTX_FP8 if CONVERT == 3 else _PTX_FP8_SHIFTS)
         y = tl.inline_asm_elementwise(code, "=r,=r,r", [x], tl.float16, FREE, 4)
+    elif CONVERT >= 2 and dtype == tl.bfloat16:
+        from_byte: tl.constexpr = _PTX_INT8_BF16 if KIND == 2 else _PTX_FP8_BF16
+        y = tl.inline_asm_elementwise(from_byte, "=r,=r,r", [x], tl.bfloat16, FREE, 4)
     elif KIND == 1 and (CONVERT == 1 or CONVERT == 3):
         y = x.to(tl.float8e4nv, bitcast=True).to(dtype)
     elif dtype == tl.float16:
@@ -125,6 +163,10 @@ def _nibbles(x, CONVERT: tl.constexpr, dtype: tl.constexpr, FREE: tl.constexpr):
         low, high = tl.inline_asm_elementwise(
             _PTX_INT4, "=r,=r,=r,=r,r", [x], (tl.float16, tl.float16), FREE, 4
         )  # fmt: skip
+    elif CONVERT >= 2 and dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            _PTX_INT4_BF16, "=r,=r,=r,=r,r", [x], (tl.bfloat16, tl.bfloat16), FREE, 4
+        )  # fmt: skip
     elif dtype == tl.float16:
         wide = x.to(tl.uint16)
         low = ((wide & 15) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
@@ -134,6 +176,62 @@ def _nibbles(x, CONVERT: tl.constexpr, dtype: tl.constexpr, FREE: tl.constexpr):
         low = (((wide & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0).to(dtype)
         high = (((wide >> 4) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0).to(dtype)
     return low, high
+
+
+@triton.jit
+def _e2m1_halves(x, CONVERT: tl.constexpr, dtype: tl.constexpr, FREE: tl.constexpr):
+    """fp4 (e2m1) elements, two in a byte -> (those of the low halves, those of the high halves) in `dtype`. The bits of
+    an e2m1 number, moved into a float32, are 2^-126 times its value. CONVERT, FREE: see `_widened`."""
+    if CONVERT >= 2 and dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            _PTX_FP4_BF16, "=r,=r,=r,=r,r", [x], (tl.bfloat16, tl.bfloat16), FREE, 4
+        )  # fmt: skip
+    else:
+        wide = x.to(tl.uint32)
+        low_bits = ((wide & 8) << 28) | ((wide & 7) << 22)
+        high_bits = ((wide & 128) << 24) | ((wide & 112) << 18)
+        low = (low_bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(dtype)  # 2^126
+        high = (high_bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(dtype)
+    return low, high
+
+
+@triton.jit
+def _scaled(numbers, scale, zeros, zero, CONVERT: tl.constexpr):
+    """(`numbers` - zero) * scale, rounded once to the dtype of numbers. Products of bfloat16 need no float32."""
+    is_narrow: tl.constexpr = numbers.dtype == tl.bfloat16 and CONVERT >= 2
+    is_exact: tl.constexpr = scale.dtype == tl.bfloat16 or scale.dtype == tl.uint8
+    if is_narrow and is_exact and zeros is None:
+        result = _by_group(numbers, _scale(scale).to(tl.bfloat16), False)
+    else:
+        wide = numbers.to(tl.float32)
+        if zeros is not None:
+            wide = _by_group(wide, zero.to(tl.float32), True)
+        result = _by_group(wide, _scale(scale), False).to(numbers.dtype)
+    return result
+
+
+@triton.jit
+def _by_group(numbers, of_group, SUBTRACT: tl.constexpr):
+    """`numbers` [N, STEP] times `of_group`, or less it: [N], or [N, groups] if several groups share the columns."""
+    shape: tl.constexpr = numbers.shape
+    if len(of_group.shape) == 1:
+        result = numbers - of_group[:, None] if SUBTRACT else numbers * of_group[:, None]
+    else:
+        groups: tl.constexpr = of_group.shape[1]
+        apart = tl.reshape(numbers, [shape[0], groups, shape[1] // groups])
+        apart = apart - of_group[:, :, None] if SUBTRACT else apart * of_group[:, :, None]
+        result = tl.reshape(apart, [shape[0], shape[1]])
+    return result
+
+
+@triton.jit
+def _scale(scale):
+    """float32 of a scale. A byte e stands for 2^(e - 127) (E8M0). 2^-127 is subnormal: bit 22 alone is set."""
+    if scale.dtype == tl.uint8:
+        bits = scale.to(tl.int32) << 23
+        return tl.where(bits == 0, 1 << 22, bits).to(tl.float32, bitcast=True)
+    else:
+        return scale.to(tl.float32)
 
 
 @triton.jit

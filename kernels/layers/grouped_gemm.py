@@ -38,6 +38,7 @@ from coatcheck.kernels.layers.w8a8_linear import _multiply_codes
 _HIGH_FROM: int = 32  # with more rows per expert than this, on average, tiles are high
 _COLUMNS: int = 1024  # columns that a program of the weighted sum computes
 _MAX_QUANTISED_STAGES: int = 3  # more may not fit into shared memory beside the weights of a tile
+_LONGEST_STEP: int = 64  # columns of a product of codes with plain x
 _CODE_COLUMNS: int = 128  # the most columns of a product of codes, and of a tile of gated rows written as codes
 _ELEMENTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -74,7 +75,8 @@ def pick_launch(
 def pick_codes_launch(launch: GroupedLaunch, weight: Codes, to: RowFormat | None, gpu: GpuProperties) -> GroupedLaunch:
     """The tile of a product with `weight`. `launch`: the tile of pick_launch. `to`: how the result is quantised."""
     if weight.format is None:
-        return launch._replace(block_k=weight.step, num_stages=min(launch.num_stages, _MAX_QUANTISED_STAGES))
+        stages = min(launch.num_stages, _MAX_QUANTISED_STAGES)
+        return launch._replace(block_k=min(weight.step, _LONGEST_STEP), num_stages=stages)
     block_n = max(64, 0 if to is None else to.group)
     block_k = min(weight.format.group or _CODE_COLUMNS, _CODE_COLUMNS)
     num_warps = 8 if block_n > 64 and launch.block_m > 16 else 4
@@ -143,7 +145,7 @@ def grouped_experts(
         tile = pick_codes_launch(launch, w.gate_up, to, gpu)
         _quantised_gate_up[(max_tiles, triton.cdiv(inner, tile.block_n))](
             *_operands(w.gate_up, x), w.gate_up_bias, *_bytes_and_scales(rows), order, tiles, ends, tokens, pairs,
-            hidden, inner, w.gate_up.shape[0], w.gate_up.codes.shape[1], w.gate_up.group, w.alpha, w.limit,
+            hidden, inner, w.gate_up.shape[0], w.gate_up.codes.shape[1], w.alpha, w.limit,
             TOP_K=top_k, ACTIVATION=w.activation, ELEMENT=_ELEMENTS[out.dtype], PRECISION=precision,
             **constants, **_constants(w.gate_up, tile, gpu),
         )  # fmt: skip
@@ -158,7 +160,7 @@ def grouped_experts(
         tile = pick_codes_launch(launch, w.down, None, gpu)
         _quantised_down[(max_tiles, triton.cdiv(hidden, tile.block_n))](
             *_operands(w.down, rows), w.down_bias, y, order, tiles, ends, pairs, inner, hidden, w.down.shape[0],
-            w.down.codes.shape[1], w.down.group, PRECISION=precision, **_constants(w.down, tile, gpu),
+            w.down.codes.shape[1], PRECISION=precision, **_constants(w.down, tile, gpu),
         )  # fmt: skip
     else:
         _down[(max_tiles, triton.cdiv(hidden, launch.block_n))](
@@ -183,8 +185,8 @@ def _bytes_and_scales(rows: Tensor | QuantisedRows) -> tuple[Tensor, Tensor | No
 
 
 def _constants(w: Codes, tile: GroupedLaunch, gpu: GpuProperties) -> dict[str, int]:
-    group = 0 if w.format is None else w.format.group
-    return dict(KIND=int(w.kind), CONVERT=gpu.convert, GROUP=group, BLOCK_K=tile.block_k, **tile.constants())
+    of_weight = dict(KIND=int(w.kind), GROUP=w.group, HALF=w.step)
+    return dict(CONVERT=gpu.convert, BLOCK_K=tile.block_k, **of_weight, **tile.constants())
 
 
 @triton.jit
@@ -246,9 +248,9 @@ def _activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "pairs"])
 def _quantised_gate_up(
     x, x_scales, codes, scales, zeros, bias, gated, gated_scales, order, tiles, ends, tokens, pairs, hidden, width,
-    features, row_bytes, group, alpha, limit, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, KIND: tl.constexpr,
-    CONVERT: tl.constexpr, GROUP: tl.constexpr, TO_KIND: tl.constexpr, TO_GROUP: tl.constexpr, ELEMENT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    features, row_bytes, alpha, limit, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, KIND: tl.constexpr,
+    CONVERT: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, TO_KIND: tl.constexpr, TO_GROUP: tl.constexpr,
+    ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As _gate_up, with codes: the gates' products, then the ups'. `features`: rows of the stacked weight. ELEMENT: the
     model's dtype. If `gated_scales` is given, gated is written as codes."""
@@ -261,12 +263,12 @@ def _quantised_gate_up(
     has_n = n < width
     gates = expert * 2 * width + n
     gate = _multiply_either(
-        x, x_scales, codes, scales, zeros, token, gates, has_row, has_n, tokens, features, hidden, row_bytes, group,
-        KIND, CONVERT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        x, x_scales, codes, scales, zeros, token, gates, has_row, has_n, tokens, features, hidden, row_bytes,
+        KIND, CONVERT, GROUP, HALF, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
     up = _multiply_either(
         x, x_scales, codes, scales, zeros, token, gates + width, has_row, has_n, tokens, features, hidden, row_bytes,
-        group, KIND, CONVERT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        KIND, CONVERT, GROUP, HALF, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
     if bias is not None:
         gate += tl.load(bias + gates, has_n, other=0.0).to(tl.float32)[:, None]
@@ -285,19 +287,19 @@ def _quantised_gate_up(
 
 @triton.jit
 def _multiply_either(
-    x, x_scales, codes, scales, zeros, m, n, has_m, has_n, rows, features, depth, row_bytes, group,
-    KIND: tl.constexpr, CONVERT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    x, x_scales, codes, scales, zeros, m, n, has_m, has_n, rows, features, depth, row_bytes,
+    KIND: tl.constexpr, CONVERT: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK_N, BLOCK_M]: rows n of the weight times rows m of x. If x has scales, it is codes.
 
-    `rows`: the rows of the whole x. `group`: columns of a group of the weight, used if x is no codes. GROUP: columns of
-    a group of both, used if x is codes.
+    `rows`: the rows of the whole x. GROUP: columns of a group of the weight, and of x if it is codes; 0: a whole row.
+    HALF: `Codes.step`.
     """
     if x_scales is None:
         return _multiply(
-            x, codes, scales, zeros, None, m, n, has_m, has_n, features, depth, row_bytes, group, KIND, CONVERT,
-            BLOCK_K, BLOCK_M, BLOCK_N, PRECISION,
+            x, codes, scales, zeros, None, m, n, has_m, has_n, features, depth, row_bytes, 0, depth, KIND, CONVERT,
+            GROUP, HALF, BLOCK_K, BLOCK_M, BLOCK_N, PRECISION,
         )  # fmt: skip
     else:
         return _multiply_codes(
@@ -309,7 +311,7 @@ def _multiply_either(
 @triton.jit(do_not_specialize=["pairs"])
 def _quantised_down(
     gated, gated_scales, codes, scales, zeros, bias, y, order, tiles, ends, pairs, width, hidden, features, row_bytes,
-    group, KIND: tl.constexpr, CONVERT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    KIND: tl.constexpr, CONVERT: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As _down, with a weight of codes. If gated has scales, it is codes too."""
@@ -322,7 +324,7 @@ def _quantised_down(
     of_expert = expert * hidden + n
     sums = _multiply_either(
         gated, gated_scales, codes, scales, zeros, row, of_expert, has_row, has_n, pairs, features, width, row_bytes,
-        group, KIND, CONVERT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        KIND, CONVERT, GROUP, HALF, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
     if bias is not None:
         sums += tl.load(bias + of_expert, has_n, other=0.0).to(tl.float32)[:, None]

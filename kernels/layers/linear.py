@@ -5,7 +5,8 @@ y [..., out_features], contiguous. The weight is packed once and the plain weigh
 
     native   CPU with the C library, bfloat16 or float32: panels of 16 features (kernels/csrc/linear.h)
     onednn   CPU without the C library, or for which it has only its generic kernels: oneDNN's blocked form
-    triton   GPU, a QuantisedWeight: quantised_linear.py, or with quantised activations w8a8_linear.py
+    triton   GPU, a QuantisedWeight: quantised_linear.py, or with quantised activations w8a8_linear.py. Many rows are
+             multiplied by `F.linear` with the dequantised weight, but not with `batch_invariant`.
     plain    everything else: `F.linear`, or on a GPU with `batch_invariant` invariant_linear.py
 
 A QuantisedWeight stays quantised in the native and triton forms, if `holds_quantised` says so; the other forms
@@ -27,7 +28,15 @@ from coatcheck.kernels import huge_pages, native
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES, gpu_properties
 from coatcheck.kernels.launch_check import check_device, check_dtype, check_shape, refuse
 from coatcheck.kernels.layers import invariant_linear
-from coatcheck.kernels.layers.quantised_linear import WARM_UP_ROWS, Codes, pack_codes, pick_step, quantised_linear
+from coatcheck.kernels.layers.quantised_linear import (
+    MANY,
+    WARM_UP_ROWS,
+    Codes,
+    dequantise_rows,
+    pack_codes,
+    pick_step,
+    quantised_linear,
+)
 from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, quantise_rows
 from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 from coatcheck.kernels.layers.w8a8_linear import FormatChoice, choose_format, multiply_rows
@@ -110,10 +119,12 @@ class PackedLinear(nn.Module):
             refuse("x", f"[..., {depth}] of {self.dtype} on {self.device}, as the weight is", have)
         if self.codes is not None:
             rows = x.reshape(-1, depth).contiguous()
-            if self.codes.format is None:
-                y = quantised_linear(self.codes, rows, self.bias, batch_invariant=self.batch_invariant)
-            else:
+            if self.codes.format is not None:
                 y = self._multiply(quantise_rows(rows, self.codes.format))
+            elif len(rows) > MANY and not self.batch_invariant:
+                y = multiply_dequantised(self.codes, rows, self.bias)
+            else:
+                y = quantised_linear(self.codes, rows, self.bias, batch_invariant=self.batch_invariant)
             return y.view(*x.shape[:-1], features)
         if self._has_fixed_order:
             rows = x.reshape(-1, depth).contiguous()
@@ -170,6 +181,36 @@ class PackedLinear(nn.Module):
         tiles = [self._product(tile.contiguous()) for tile in padded.split(ROW_TILE)] if count else []
         y = torch.cat(tiles)[:count] if tiles else rows.new_empty((0, features))
         return y.reshape(*x.shape[:-1], features)
+
+
+_DEQUANTISED = 64 << 20  # bytes of a weight that are dequantised at a time
+_FEATURES = 128  # libraries compute tiles of as many features
+
+
+def multiply_dequantised(codes: Codes, x: Tensor, bias: Tensor | None, *, most: int = _DEQUANTISED) -> Tensor:
+    """x [rows, depth] -> y by the library. With many rows it is faster than the kernel, because dequantising takes the
+    same time for any number of rows.
+
+    A weight of more than `most` bytes is dequantised in slices of its features. A rank runs its largest step before it
+    counts the memory that the KV pool may take, so this counts the slices.
+    """
+    features, depth = codes.shape
+    slices = -(-features * depth * x.element_size() // most)
+    height = min(-(-features // slices // _FEATURES) * _FEATURES, features)
+    if codes.order is not None:
+        x = x.index_select(1, codes.order)
+    scratch = x.new_empty((height, depth))
+    if height == features:
+        return F.linear(x, dequantise_rows(codes, 0, scratch), bias)
+    y = x.new_empty((len(x), features))
+    for first in range(0, features, height):
+        to = y[:, first : first + height]
+        weight = dequantise_rows(codes, first, scratch[: to.shape[1]]).T
+        if bias is None:
+            torch.mm(x, weight, out=to)
+        else:
+            torch.addmm(bias[first : first + height], x, weight, out=to)
+    return y
 
 
 def choose_activations(weight: Tensor | QuantisedWeight) -> FormatChoice | None:

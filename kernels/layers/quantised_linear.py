@@ -1,18 +1,26 @@
 """y = x @ weight^T + bias in Triton, over the codes of a QuantisedWeight.
 
-    weight[n, k] = cast((codes[n, k] - zeros[n, g]) * scales[n, g]),  g = k // group      cast: to the dtype of x
+    weight[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g],  g = k // group
 
-A program reads a tile of codes, computes the tile's weights in registers, in float32, rounds them to the dtype of x and
-multiplies them with a tile of x. So the products are those of the dequantised weight. The weights are the left operand,
-because matrix units that can read an operand from registers can read the left one.
+A program reads a tile of codes, converts it to the dtype of x in registers, which is exact, and multiplies it with a
+tile of x. The scale of a group multiplies the group's sums, or, where groups are short or tiles are high, the numbers,
+whose products are then rounded to the dtype of x. The weights are the left operand, because matrix units that can read
+an operand from registers can read the left one. Scales are read one step ahead.
+
+Few rows make too few tiles to fill the GPU. Then several programs share a tile, each sums one unit of the columns
+(split-K), and the last one to finish adds the units' sums, in the order of the columns. So the bits do not depend on
+which one that is. The units depend on the weight, the tile and the GPU, not on the number of rows.
+
+linear.py lets a library multiply more than MANY rows, with rows of the weight that `dequantise_rows` has written. With
+`batch_invariant` this kernel does, all tiles have one height, because the order of a sum may depend on it, and with
+many rows a program sums all units of its tile.
 
 Codes of 4 bits are stored for this kernel in runs of 2 * `step` columns: byte j of a run has column j in its lower half
 and column `step` + j in its upper half, so that each half is multiplied with consecutive columns of x. Integers have 8
 added. Scales and zero points are transposed, [groups, features]. With `order`, column k of the codes is multiplied with
 column order[k] of x.
 
-Shapes: x [rows, depth] contiguous, y [rows, features], bias [features] or None. `pick_launch` picks higher tiles for
-more rows. With `batch_invariant` all tiles have one height, because the order of a sum may depend on it.
+Shapes: x [rows, depth] contiguous, y [rows, features], bias [features] or None.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -20,6 +28,7 @@ more rows. With `batch_invariant` all tiles have one height, because the order o
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -29,15 +38,21 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import GpuProperties, gpu_properties
-from coatcheck.kernels.kv.quantise import FP8, INT8, _nibbles, _widened
+from coatcheck.kernels.kv.quantise import FP8, INT8, _e2m1_halves, _nibbles, _scale, _scaled, _widened
 from coatcheck.kernels.layers.quantised_rows import RowFormat
 from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight, unpack_halves
 
-_FEW, _MEDIUM = 16, 64  # the heights of tiles for at most this many rows
-_STEPS = (64, 32, 16)  # columns of a product
+_FEW, _MEDIUM, _HIGH = 16, 64, 128  # the heights of tiles
+MANY = 256  # more rows are multiplied by a library
+_SPLIT_ROWS = 256  # with more rows, one program computes all units of a tile; this bounds the memory of the sums
+_LEAST_UNIT = 512  # columns; shorter units would write more sums than they read of the weight
+_UNIT_STEP = 256  # columns of units are a multiple of this, and this of the columns that are read at a time
+_MOST_TILES = 1 << 16  # tiles that are divided into units
+_STEPS = (128, 64, 32, 16)  # columns
+_LEAST_GROUP = 16  # columns
 _UNPACKED_ROWS = 1 << 14  # rows unpacked at a time by pack_codes: the experts of a layer have millions of rows
-# These numbers of rows lead to every tile that is picked, here and in w8a8_linear.py.
-WARM_UP_ROWS = (1, _FEW + 1, _MEDIUM + 1)
+# These numbers of rows lead to every kernel that is launched, here and in w8a8_linear.py.
+WARM_UP_ROWS = (1, _FEW + 1, _MEDIUM + 1, _HIGH + 1, MANY + 1)
 
 
 class LinearLaunch(NamedTuple):
@@ -52,8 +67,9 @@ class LinearLaunch(NamedTuple):
 class Codes(NamedTuple):
     """A weight as the kernel reads it.
 
-    `step`: columns of a product; all lie in one group. `group`: columns of a group. `format`: how the activations that
-    it is multiplied with are quantised; None: they are not.
+    `step`: the most columns of a product; the columns of two 4-bit codes in a byte are so far apart. It divides `group`
+    or is a multiple of it. `group`: columns of a group; 0: the whole row. `format`: how the activations that it is
+    multiplied with are quantised; None: they are not.
     """
 
     kind: CodeKind
@@ -78,24 +94,57 @@ class Codes(NamedTuple):
 
 
 def pick_step(weight: QuantisedWeight) -> int | None:
-    """The number of columns of a product; None if no step divides the weight's groups."""
-    return next((step for step in _STEPS if weight.groups == 1 or weight.group % step == 0), None)
+    """`Codes.step`; None if no step fits the weight's groups."""
+    return step_of(weight.kind, weight.shape[1], 0 if weight.groups == 1 else weight.group, weight.dtype.itemsize)
+
+
+def step_of(kind: CodeKind, columns: int, group: int, element_size: int) -> int | None:
+    """`pick_step` of a weight whose groups have `group` columns. `element_size`: of x."""
+    most = 128 if element_size == 2 and columns % (1024 // kind.bits) == 0 else 64  # rows are padded to whole steps
+    if group == 0:
+        return most
+    steps = (step for step in _STEPS if step <= most)
+    return next((step for step in steps if group % step == 0 or (step % group == 0 and group >= _LEAST_GROUP)), None)
 
 
 def pick_launch(
-    rows: int, features: int, step: int, element_size: int, gpu: GpuProperties, *, batch_invariant: bool = False
-) -> LinearLaunch:
-    """The tile for x [rows, *]. Few rows take narrow tiles if wide ones would leave multiprocessors without work."""
+    rows: int, w: Codes, element_size: int, gpu: GpuProperties, *, batch_invariant: bool = False
+) -> tuple[LinearLaunch, int]:
+    """(tile for x [rows, *], columns of a product)."""
+    packed, step = w.kind.bits == 4, w.step
     if rows <= _FEW and not batch_invariant:
-        block_m, block_n, num_warps = _FEW, 64 if features >= 64 * gpu.processors else 32, 4
+        block_m, block_n, num_warps, stages = _FEW, 64, 4, 3 if packed else 4
+        if not packed and step == 128 and w.group % 256 == 0 and w.codes.shape[1] % 256 == 0:
+            block_n, step = 32, 256
     elif rows <= _MEDIUM or batch_invariant or element_size == 4:
-        block_m, block_n, num_warps = _MEDIUM if element_size == 2 else 32, 64, 4
+        block_m, block_n, num_warps, stages = _MEDIUM if element_size == 2 else 32, 64, 4, 3 if packed else 4
     else:
-        block_m, block_n, num_warps = 128, 128, 8
-    # A stage holds the codes and x of two products. In addition, the weights of one product pass through shared memory.
-    stage = 2 * step * (block_n + block_m * element_size)
+        block_m, block_n, num_warps, stages, step = _HIGH, 128, 8, 4, min(step, 64)
+    if w.order is not None:
+        step = min(step, 64)  # the addresses of x take registers
+    # A stage holds codes and x. In addition, the weights of one product may pass through shared memory.
+    stage = step * (block_n + (2 if packed else 1) * block_m * element_size)
     left = gpu.shared - step * block_n * element_size
-    return LinearLaunch(block_m, block_n, num_warps, max(1, min(gpu.max_stages, 4, left // stage)))
+    while step > 64 and 2 * stage > left:
+        step, stage, left = step // 2, stage // 2, gpu.shared - step // 2 * block_n * element_size
+    return LinearLaunch(block_m, block_n, num_warps, max(1, min(gpu.max_stages, stages, left // stage))), step
+
+
+def units_of(
+    rows: int, w: Codes, launch: LinearLaunch, gpu: GpuProperties, *, batch_invariant: bool = False
+) -> tuple[int, int]:
+    """(number of units, columns of a unit) of a tile. With `batch_invariant` they do not depend on the number of
+    rows."""
+    features, depth = w.shape
+    tiles = triton.cdiv(features, launch.block_n) * (1 if batch_invariant else triton.cdiv(rows, launch.block_m))
+    # So many programs fit onto a multiprocessor, by their registers and shared memory.
+    places = gpu.processors * (4 if launch.block_m == _FEW else 1 if launch.block_m == _HIGH else 2)
+    units = places // tiles
+    if units == 1 and launch.block_m == _FEW:
+        units = 2  # the work of multiprocessors differs less
+    units = max(1, min(units, depth // _LEAST_UNIT))
+    columns = triton.cdiv(triton.cdiv(depth, units), _UNIT_STEP) * _UNIT_STEP
+    return triton.cdiv(depth, columns), columns
 
 
 def pack_codes(weight: QuantisedWeight, format: RowFormat | None = None) -> Codes:
@@ -115,10 +164,10 @@ def pack_codes(weight: QuantisedWeight, format: RowFormat | None = None) -> Code
             to.copy_((runs[:, :, 0] | runs[:, :, 1] << 4).flatten(1))
     zeros = None if weight.zeros is None else weight.zeros.T.contiguous()
     order = None if weight.order is None else weight.order.int().contiguous()
+    group = 0 if weight.groups == 1 else weight.group
     return Codes(
-        weight.kind, weight.shape, step, weight.group, codes.contiguous(), weight.scales.T.contiguous(), zeros, order,
-        format,
-    )  # fmt: skip
+        weight.kind, weight.shape, step, group, codes.contiguous(), weight.scales.T.contiguous(), zeros, order, format
+    )
 
 
 def quantised_linear(w: Codes, x: Tensor, bias: Tensor | None, *, batch_invariant: bool) -> Tensor:
@@ -128,115 +177,221 @@ def quantised_linear(w: Codes, x: Tensor, bias: Tensor | None, *, batch_invarian
     if rows == 0:
         return y
     gpu = gpu_properties(x.device)
-    launch = pick_launch(rows, features, w.step, x.element_size(), gpu, batch_invariant=batch_invariant)
-    _quantised_linear[(triton.cdiv(rows, launch.block_m), triton.cdiv(features, launch.block_n))](
-        x, w.codes, w.scales, w.zeros, w.order, bias, y, rows, features, depth, w.codes.shape[1], w.group,
-        KIND=int(w.kind), CONVERT=gpu.convert, STEP=w.step, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+    launch, step = pick_launch(rows, w, x.element_size(), gpu, batch_invariant=batch_invariant)
+    units, columns = units_of(rows, w, launch, gpu, batch_invariant=batch_invariant)
+    down, across = triton.cdiv(rows, launch.block_m), triton.cdiv(features, launch.block_n)
+    split = units > 1 and rows <= _SPLIT_ROWS
+    sums = torch.empty((units, rows, features), dtype=torch.float32, device=x.device) if split else None
+    _quantised_linear[(down, across, units if split else 1)](
+        x, w.codes, w.scales, w.zeros, w.order, bias, y, sums, _counters(x.device) if split else None, rows, features,
+        depth, w.codes.shape[1], columns, KIND=int(w.kind), CONVERT=gpu.convert, GROUP=w.group, HALF=w.step, STEP=step,
+        BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        WHOLE=units == 1, num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     return y
 
 
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """For each tile the number of programs that have stored their sums: 0 between two launches, which follow one
+    another on one stream."""
+    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+
+
+_DEQUANTISED_ROWS = 32  # of a program
+
+
+def dequantise_rows(w: Codes, first: int, out: Tensor) -> Tensor:
+    """Write the rows from `first` on of the weight into `out` [rows, depth], with the columns of the codes."""
+    rows, depth = out.shape
+    gpu = gpu_properties(out.device)
+    _dequantise[(triton.cdiv(w.codes.shape[1], w.step), triton.cdiv(rows, _DEQUANTISED_ROWS))](
+        w.codes, w.scales, w.zeros, out, first, rows, w.shape[0], depth, w.codes.shape[1], KIND=int(w.kind),
+        CONVERT=gpu.convert, GROUP=w.group, STEP=w.step, BLOCK_N=_DEQUANTISED_ROWS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _quantised_linear(
-    x, codes, scales, zeros, order, bias, y, rows, features, depth, row_bytes, group,
-    KIND: tl.constexpr, CONVERT: tl.constexpr, STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, codes, scales, zeros, order, bias, y, sums, counters, rows, features, depth, row_bytes, columns,
+    KIND: tl.constexpr, CONVERT: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One program computes one tile of y."""
+    """One program computes one tile of y, or with `sums` [units, rows, features] one unit of a tile. `columns`: of a
+    unit. WHOLE: there is one unit."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     has_m, has_n = m < rows, n < features
-    sums = _multiply(
-        x, codes, scales, zeros, order, m, n, has_m, has_n, features, depth, row_bytes, group,
-        KIND, CONVERT, STEP, BLOCK_M, BLOCK_N, PRECISION,
-    )  # fmt: skip
+    mask = has_n[:, None] & has_m[None, :]
+    at = m.to(tl.int64)[None, :] * features + n[:, None]
+    if WHOLE:
+        total = _multiply(
+            x, codes, scales, zeros, order, m, n, has_m, has_n, features, depth, row_bytes, 0, depth,
+            KIND, CONVERT, GROUP, HALF, STEP, BLOCK_M, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    elif sums is None:
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for first in range(0, depth, columns):
+            total += _multiply(
+                x, codes, scales, zeros, order, m, n, has_m, has_n, features, depth, row_bytes, first,
+                tl.minimum(first + columns, depth), KIND, CONVERT, GROUP, HALF, STEP, BLOCK_M, BLOCK_N, PRECISION,
+            )  # fmt: skip
+    else:
+        first = tl.program_id(2) * columns
+        part = _multiply(
+            x, codes, scales, zeros, order, m, n, has_m, has_n, features, depth, row_bytes, first,
+            tl.minimum(first + columns, depth), KIND, CONVERT, GROUP, HALF, STEP, BLOCK_M, BLOCK_N, PRECISION,
+        )  # fmt: skip
+        size = rows.to(tl.int64) * features
+        tl.store(sums + tl.program_id(2) * size + at, part, mask)
+        counter = counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        # All threads have stored before one of them counts the program; the count makes the sums visible to others.
+        tl.debug_barrier()
+        units = tl.num_programs(2)
+        if tl.atomic_add(counter, 1) != units - 1:
+            return
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for unit in range(units):
+            total += tl.load(sums + unit * size + at, mask, other=0.0, cache_modifier=".cg")
+        tl.store(counter, 0)
     if bias is not None:
-        sums += tl.load(bias + n, has_n, other=0.0).to(tl.float32)[:, None]
-    to = y + m.to(tl.int64)[None, :] * features + n[:, None]
-    tl.store(to, sums.to(y.dtype.element_ty), has_n[:, None] & has_m[None, :])
+        total += tl.load(bias + n, has_n, other=0.0).to(tl.float32)[:, None]
+    tl.store(y + at, total.to(y.dtype.element_ty), mask)
 
 
 @triton.jit
 def _multiply(
-    x, codes, scales, zeros, order, m, n, has_m, has_n, features, depth, row_bytes, group,
-    KIND: tl.constexpr, CONVERT: tl.constexpr, STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, codes, scales, zeros, order, m, n, has_m, has_n, features, depth, row_bytes, first, end,
+    KIND: tl.constexpr, CONVERT: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BLOCK_N, BLOCK_M]: rows n of the weight times rows m of x. `features`: rows of the whole weight."""
+    """float32 [BLOCK_N, BLOCK_M]: columns [first, end) of rows n of the weight times rows m of x. `features`: rows of
+    the whole weight. `first` is a multiple of 2 * HALF."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    packed: tl.constexpr = KIND == 2 or KIND == 4
+    # Whether a scale multiplies the sums of a product, or of the whole row.
+    of_sums: tl.constexpr = dtype != tl.float32 and (GROUP == 0 or (GROUP % STEP == 0 and BLOCK_M <= 64))
+    # Whether the upper halves of bytes have another group.
+    two: tl.constexpr = packed and GROUP > 0 and GROUP % (2 * HALF) != 0
     at_code = codes + n.to(tl.int64)[:, None] * row_bytes + tl.arange(0, STEP)[None, :]
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if KIND == 2 or KIND == 4:
-        for start in range(0, depth, 2 * STEP):
-            packed = tl.load(at_code + start // 2, has_n[:, None], other=0)
-            low, high = _halves_as_numbers(packed, KIND, CONVERT)
-            sums = _add_columns(
-                sums, low, start, x, scales, zeros, order, m, n, has_m, has_n, features, depth, group, STEP, PRECISION
+    scale, zero = _of_group(scales, zeros, first, n, has_n, features, depth, GROUP, STEP)
+    high_scale, high_zero = scale, zero
+    if two:
+        high_scale, high_zero = _of_group(scales, zeros, first + HALF, n, has_n, features, depth, GROUP, STEP)
+    for byte in range(first // 2 if packed else first, tl.cdiv(end, 2 * HALF) * HALF if packed else end, STEP):
+        code = tl.load(at_code + byte, has_n[:, None], other=0)
+        start = byte + byte // HALF * HALF if packed else byte
+        following = byte + STEP + (byte + STEP) // HALF * HALF if packed else byte + STEP
+        next_scale, next_zero = scale, zero
+        if GROUP > 0:
+            next_scale, next_zero = _of_group(scales, zeros, following, n, has_n, features, depth, GROUP, STEP)
+        next_high_scale, next_high_zero = next_scale, next_zero
+        if two:
+            next_high_scale, next_high_zero = _of_group(
+                scales, zeros, following + HALF, n, has_n, features, depth, GROUP, STEP
             )
-            sums = _add_columns(
-                sums, high, start + STEP, x, scales, zeros, order, m, n, has_m, has_n, features, depth, group, STEP,
-                PRECISION,
-            )  # fmt: skip
-    else:
-        for start in range(0, depth, STEP):
-            packed = tl.load(at_code + start, has_n[:, None], other=0)
-            numbers = _widened(packed, FP8 if KIND == 3 else INT8, CONVERT, tl.float32, True)
-            sums = _add_columns(
-                sums, numbers, start, x, scales, zeros, order, m, n, has_m, has_n, features, depth, group, STEP,
-                PRECISION,
-            )  # fmt: skip
+        part = _part(x, order, m, has_m, start, depth, STEP)
+        if packed:
+            low, high = _halves(code, KIND, CONVERT, dtype)
+            sums = _add(sums, low, part, scale, zeros, zero, GROUP, CONVERT, PRECISION, of_sums)
+            part = _part(x, order, m, has_m, start + HALF, depth, STEP)
+            sums = _add(sums, high, part, high_scale, zeros, high_zero, GROUP, CONVERT, PRECISION, of_sums)
+        else:
+            numbers = _widened(code, FP8 if KIND == 3 else INT8, CONVERT, dtype, True)
+            sums = _add(sums, numbers, part, scale, zeros, zero, GROUP, CONVERT, PRECISION, of_sums)
+        scale, zero, high_scale, high_zero = next_scale, next_zero, next_high_scale, next_high_zero
+    if GROUP == 0 and of_sums:
+        sums *= _scale(scale)[:, None]
     return sums
 
 
 @triton.jit
-def _add_columns(
-    sums, numbers, start, x, scales, zeros, order, m, n, has_m, has_n, features, depth, group,
-    STEP: tl.constexpr, PRECISION: tl.constexpr,
+def _add(
+    sums, numbers, part, scale, zeros, zero, GROUP: tl.constexpr, CONVERT: tl.constexpr, PRECISION: tl.constexpr,
+    OF_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """`sums` [BLOCK_N, BLOCK_M] plus the products of STEP columns from `start` on, which all lie in one group.
+    """`sums` plus the product of `numbers` with `part`, a tile of x."""
+    if not OF_SUMS:
+        return tl.dot(_scaled(numbers, scale, zeros, zero, CONVERT), part, sums, input_precision=PRECISION)
+    else:
+        numbers = _subtract(numbers, zeros, zero)
+        if GROUP == 0:
+            return tl.dot(numbers, part, sums, input_precision=PRECISION)
+        else:
+            return sums + tl.dot(numbers, part, input_precision=PRECISION) * _scale(scale)[:, None]
 
-    `numbers` [BLOCK_N, STEP]: the codes as float32. Columns past the end are multiplied with zeros.
-    """
-    # If all columns are past the end, the last group stands in: they have none of their own.
-    of_group = (tl.minimum(start, depth - 1) // group).to(tl.int64) * features + n
-    if zeros is not None:
-        numbers -= tl.load(zeros + of_group, has_n, other=0).to(tl.float32)[:, None]
-    weight = numbers * _scale(tl.load(scales + of_group, has_n, other=0))[:, None]
+
+@triton.jit
+def _halves(code, KIND: tl.constexpr, CONVERT: tl.constexpr, dtype: tl.constexpr):
+    if KIND == 2:
+        return _nibbles(code, CONVERT, dtype, True)
+    else:
+        return _e2m1_halves(code, CONVERT, dtype, True)
+
+
+@triton.jit
+def _part(x, order, m, has_m, start, depth, STEP: tl.constexpr):
+    """[STEP, BLOCK_M]: the columns from `start` on of rows m of x; zeros past the end."""
     k = start + tl.arange(0, STEP)
     has_k = k < depth
     column = k
     if order is not None:
         column = tl.load(order + k, has_k, other=0)
-    from_x = x + m.to(tl.int64)[None, :] * depth + column[:, None]
-    part = tl.load(from_x, has_k[:, None] & has_m[None, :], other=0.0)
-    return tl.dot(weight.to(part.dtype), part, sums, input_precision=PRECISION)
+    return tl.load(x + m.to(tl.int64)[None, :] * depth + column[:, None], has_k[:, None] & has_m[None, :], other=0.0)
 
 
 @triton.jit
-def _scale(scale):
-    """float32 of a scale. A byte e stands for 2^(e - 127) (E8M0). 2^-127 is subnormal: bit 22 alone is set."""
-    if scale.dtype == tl.uint8:
-        bits = scale.to(tl.int32) << 23
-        return tl.where(bits == 0, 1 << 22, bits).to(tl.float32, bitcast=True)
+def _of_group(scales, zeros, start, n, has_n, features, depth, GROUP: tl.constexpr, STEP: tl.constexpr):
+    """The scales and zero points of the columns from `start` on, as stored: [BLOCK_N], or if several groups share a
+    step [BLOCK_N, groups]. If all columns are past the end, the last group stands in. Without zeros: scales twice."""
+    if GROUP == 0 or GROUP >= STEP:
+        group = tl.minimum(start, depth - 1) // GROUP if GROUP > 0 else 0
+        at = tl.cast(group, tl.int64) * features + n
+        mask = has_n
     else:
-        return scale.to(tl.float32)
+        group = tl.minimum(start // GROUP + tl.arange(0, STEP // GROUP), (depth - 1) // GROUP)
+        at = group.to(tl.int64)[None, :] * features + n[:, None]
+        mask = has_n[:, None]
+    scale = tl.load(scales + at, mask, other=0)
+    zero = scale
+    if zeros is not None:
+        zero = tl.load(zeros + at, mask, other=0)
+    return scale, zero
 
 
 @triton.jit
-def _halves_as_numbers(packed, KIND: tl.constexpr, CONVERT: tl.constexpr):
-    """float32 of the lower and upper halves of bytes. The bits of an E2M1, moved into a float32, are 2^-126 times its
-    value."""
-    if KIND == 2:
-        low, high = _nibbles(packed, CONVERT, tl.float32, True)
+def _subtract(numbers, zeros, zero):
+    """`numbers` less their zero points, if there are any: integers of at most 8 bits and a sign."""
+    if zeros is not None:
+        return (numbers.to(tl.float32) - zero.to(tl.float32)[:, None]).to(numbers.dtype)
     else:
-        bits = packed.to(tl.uint32)
-        low = _e2m1(bits & 15)
-        high = _e2m1(bits >> 4)
-    return low, high
+        return numbers
 
 
-@triton.jit
-def _e2m1(bits):
-    moved = ((bits & 8) << 28) | ((bits & 7) << 22)
-    return moved.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+@triton.jit(do_not_specialize=["first", "rows"])
+def _dequantise(
+    codes, scales, zeros, out, first, rows, features, depth, row_bytes,
+    KIND: tl.constexpr, CONVERT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program writes a run of BLOCK_N rows."""
+    packed: tl.constexpr = KIND == 2 or KIND == 4
+    dtype: tl.constexpr = out.dtype.element_ty
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n, has_n = first + row, row < rows
+    byte = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    code = tl.load(codes + n.to(tl.int64)[:, None] * row_bytes + byte[None, :], has_n[:, None], other=0)
+    start = tl.program_id(0) * (2 * STEP if packed else STEP)
+    scale, zero = _of_group(scales, zeros, start, n, has_n, features, depth, GROUP, STEP)
+    k = start + tl.arange(0, STEP)
+    to = out + row.to(tl.int64)[:, None] * depth + k[None, :]
+    if packed:
+        low, high = _halves(code, KIND, CONVERT, dtype)
+        tl.store(to, _scaled(low, scale, zeros, zero, CONVERT), has_n[:, None] & (k < depth)[None, :])
+        scale, zero = _of_group(scales, zeros, start + STEP, n, has_n, features, depth, GROUP, STEP)
+        high = _scaled(high, scale, zeros, zero, CONVERT)
+        tl.store(to + STEP, high, has_n[:, None] & (k + STEP < depth)[None, :])
+    else:
+        number = _widened(code, FP8 if KIND == 3 else INT8, CONVERT, dtype, True)
+        tl.store(to, _scaled(number, scale, zeros, zero, CONVERT), has_n[:, None] & (k < depth)[None, :])

@@ -25,7 +25,8 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import GpuProperties, gpu_properties
-from coatcheck.kernels.layers.quantised_linear import _FEW, _MEDIUM, Codes, LinearLaunch, _scale
+from coatcheck.kernels.kv.quantise import _scale
+from coatcheck.kernels.layers.quantised_linear import _FEW, _MEDIUM, Codes, LinearLaunch
 from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, quantise_rows_reference
 from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
 

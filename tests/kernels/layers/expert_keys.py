@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton.language as tl
 
 from coatcheck.kernels.gpu_properties import GpuProperties
@@ -12,7 +11,7 @@ from coatcheck.kernels.layers import grouped_gemm
 from coatcheck.kernels.layers.quantised_linear import Codes
 from coatcheck.kernels.layers.quantised_rows import RowFormat
 from coatcheck.kernels.layers.quantised_weight import CodeKind
-from tests.kernels.layers.linear_keys import Key
+from tests.kernels.layers.linear_keys import Key, codes
 
 
 def grouped(kernel: Any, dtype: str, tokens: int, gpu: GpuProperties, *, oss: bool = False) -> Key:
@@ -33,14 +32,14 @@ def grouped(kernel: Any, dtype: str, tokens: int, gpu: GpuProperties, *, oss: bo
 
 
 def quantised_experts(
-    kernel: Any, kind: CodeKind, tokens: int, gpu: GpuProperties, *, dtype: str = "bf16", step: int = 64
+    kernel: Any, kind: CodeKind, tokens: int, gpu: GpuProperties, *, dtype: str = "bf16", group: int = 128
 ) -> Key:
-    """A product of 128 quantised experts, 8 for each token."""
+    """A product of 128 quantised experts, 8 for each token. `group`: columns of a group; 0: a whole row."""
     launch = grouped_gemm.pick_launch(8 * tokens, 128, 4 if dtype == "fp32" else 2, gpu)
-    stages = min(launch.num_stages, grouped_gemm._MAX_QUANTISED_STAGES)
+    weight = codes(kind, dtype, group)
     return _experts(
-        kernel, kind, launch._replace(block_k=step, num_stages=stages), gpu, f"*{dtype}", "*u8",
-        "*u8" if kind is CodeKind.FP4 else f"*{dtype}", dtype, GROUP=0,
+        kernel, weight, grouped_gemm.pick_codes_launch(launch, weight, None, gpu), gpu, f"*{dtype}", "*u8",
+        "*u8" if kind is CodeKind.FP4 else f"*{dtype}", dtype,
     )  # fmt: skip
 
 
@@ -48,26 +47,26 @@ def w8a8_experts(kernel: Any, kind: CodeKind, group: int, tokens: int, gpu: GpuP
     """The same with quantised activations; gate_up writes codes where its groups are those of `group`, not 0."""
     if not (gpu.has_fp8_products if kind is CodeKind.FP8 else gpu.has_int8_products):
         return None
-    launch, format = grouped_gemm.pick_launch(8 * tokens, 128, 2, gpu), RowFormat(kind, group)
+    launch = grouped_gemm.pick_launch(8 * tokens, 128, 2, gpu)
+    format = RowFormat(kind, group)
     to = format if group and kernel is grouped_gemm._quantised_gate_up else None
-    empty = torch.empty(0)
-    weight = Codes(kind, (4096, 4096), 64, group or 4096, empty, empty, None, None, format)
+    weight = codes(kind, "bf16", group, format)
     tile = grouped_gemm.pick_codes_launch(launch, weight, to, gpu)
     element = "*fp8e4nv" if kind is CodeKind.FP8 else "*i8"
     constants = {f"TO_{name}": value for name, value in format.constants().items()} if to is not None else {}
-    return _experts(kernel, kind, tile, gpu, f"{element} *fp32", element, "*fp32", "bf16", GROUP=group, **constants)
+    return _experts(kernel, weight, tile, gpu, f"{element} *fp32", element, "*fp32", "bf16", **constants)
 
 
 def _experts(
-    kernel: Any, kind: CodeKind, tile: grouped_gemm.GroupedLaunch, gpu: GpuProperties, x: str, codes: str, scales: str,
-    dtype: str, **more: int,
+    kernel: Any, weight: Codes, tile: grouped_gemm.GroupedLaunch, gpu: GpuProperties, x: str, element: str,
+    scales: str, dtype: str, **more: int,
 ) -> Key:  # fmt: skip
-    """`x`: types of x and its scales, if there are. `more`: GROUP, and of codes that are written TO_KIND and
-    TO_GROUP."""
+    """`x`: types of x and its scales, if there are. `element`: type of the codes. `more`: of codes that are written
+    TO_KIND and TO_GROUP."""
     sizes = dict(BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k)
     constants: dict[str, Any] = dict(
-        KIND=int(kind), CONVERT=gpu.convert, PRECISION="ieee" if dtype == "fp32" else "tf32", bias=None, zeros=None,
-        **sizes, **more,
+        KIND=int(weight.kind), GROUP=weight.group, HALF=weight.step, CONVERT=gpu.convert,
+        PRECISION="ieee" if dtype == "fp32" else "tf32", bias=None, zeros=None, **sizes, **more,
     )  # fmt: skip
     has_scales = " " in x
     if kernel is grouped_gemm._quantised_gate_up:
@@ -77,11 +76,11 @@ def _experts(
         if "TO_KIND" not in more:
             constants |= dict(TO_KIND=0, TO_GROUP=0, gated_scales=None)
         constants |= dict(TOP_K=8, ACTIVATION=0, ELEMENT=getattr(tl, _ELEMENTS[dtype]))
-        arguments = f"{x} {codes} {scales} {gated} *i32 *i32 *i32 i32 i32 i32 i32 i32 i32 i32 fp32 fp32"
+        arguments = f"{x} {element} {scales} {gated} *i32 *i32 *i32 i32 i32 i32 i32 i32 i32 fp32 fp32"
     else:
         if not has_scales:
             constants |= dict(gated_scales=None)
-        arguments = f"{x} {codes} {scales} *{dtype} *i32 *i32 *i32 i32 i32 i32 i32 i32 i32"
+        arguments = f"{x} {element} {scales} *{dtype} *i32 *i32 *i32 i32 i32 i32 i32 i32"
     return Key(kernel, arguments, constants, tile.num_warps, tile.num_stages)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
 from coatcheck.kernels.gpu_properties import GpuProperties
 from coatcheck.kernels.layers import (
     invariant_linear,
@@ -14,6 +16,7 @@ from coatcheck.kernels.layers import (
     silu_mul,
     w8a8_linear,
 )
+from coatcheck.kernels.layers.quantised_linear import Codes
 from coatcheck.kernels.layers.quantised_weight import CodeKind
 
 Keys = Callable[[GpuProperties], "Key | None"]  # None: not launched on such a GPU
@@ -35,20 +38,45 @@ CODES = (
 
 
 def linear(
-    kind: CodeKind, rows: int, gpu: GpuProperties, *, dtype: str = "bf16", step: int = 64, has_zeros: bool = False,
+    kind: CodeKind, rows: int, gpu: GpuProperties, *, dtype: str = "bf16", group: int = 128, has_zeros: bool = False,
     is_ordered: bool = False,
 ) -> Key:  # fmt: skip
-    """A linear of 4096 features over 4096 columns, with scales of the model's dtype, MXFP4's of bytes."""
-    launch = quantised_linear.pick_launch(rows, 4096, step, 4 if dtype == "fp32" else 2, gpu)
+    """A linear of 4096 features over 4096 columns, with scales of the model's dtype, MXFP4's of bytes. `group` 0: a
+    scale for a row."""
+    weight = codes(kind, dtype, group)
+    if is_ordered:
+        weight = weight._replace(order=weight.codes)
+    launch, step = quantised_linear.pick_launch(rows, weight, 4 if dtype == "fp32" else 2, gpu)
+    units, _ = quantised_linear.units_of(rows, weight, launch, gpu)
     scales = "u8" if kind is CodeKind.FP4 else dtype
     zeros, order = "*i8 " if has_zeros else "", "*i32 " if is_ordered else ""
     constants: dict[str, Any] = dict(
-        KIND=int(kind), CONVERT=gpu.convert, STEP=step, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
-        PRECISION="ieee" if dtype == "fp32" else "tf32", bias=None,
+        KIND=int(kind), CONVERT=gpu.convert, GROUP=group, HALF=weight.step, STEP=step, BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n, PRECISION="ieee" if dtype == "fp32" else "tf32", WHOLE=units == 1, bias=None,
         **({} if has_zeros else dict(zeros=None)), **({} if is_ordered else dict(order=None)),
+        **({} if units > 1 else dict(sums=None, counters=None)),
     )  # fmt: skip
-    arguments = f"*{dtype} *u8 *{scales} {zeros}{order}*{dtype} i32 i32 i32 i32 i32"
+    sums = "*fp32 *i32 " if units > 1 else ""
+    arguments = f"*{dtype} *u8 *{scales} {zeros}{order}*{dtype} {sums}i32 i32 i32 i32 i32"
     return Key(quantised_linear._quantised_linear, arguments, constants, launch.num_warps, launch.num_stages)
+
+
+def dequantised(kind: CodeKind, gpu: GpuProperties, *, dtype: str = "bf16", group: int = 128) -> Key:
+    """The kernel that writes the weight of such a linear."""
+    scales = "u8" if kind is CodeKind.FP4 else dtype
+    constants: dict[str, Any] = dict(
+        KIND=int(kind), CONVERT=gpu.convert, GROUP=group, STEP=codes(kind, dtype, group).step,
+        BLOCK_N=quantised_linear._DEQUANTISED_ROWS, zeros=None,
+    )  # fmt: skip
+    return Key(quantised_linear._dequantise, f"*u8 *{scales} *{dtype} i32 i32 i32 i32 i32", constants)
+
+
+def codes(kind: CodeKind, dtype: str, group: int, format: quantised_rows.RowFormat | None = None) -> Codes:
+    """A weight of 4096 features and columns, without numbers."""
+    step = quantised_linear.step_of(kind, 4096, group, 4 if dtype == "fp32" else 2)
+    assert step is not None
+    empty = torch.empty((4096, 512 * kind.bits), device="meta")
+    return Codes(kind, (4096, 4096), step, group, empty, empty, None, None, format)
 
 
 def fixed_linear(

@@ -128,7 +128,7 @@ def test_codes_for_gpus_are_packed_some_rows_at_a_time(monkeypatch: pytest.Monke
     whole = quantised_linear.pack_codes(weight).codes
     monkeypatch.setattr(quantised_linear, "_UNPACKED_ROWS", 16)
     assert torch.equal(quantised_linear.pack_codes(weight).codes, whole)
-    assert whole.shape == (50, 64)  # two runs of 64 columns, the last one half full
+    assert whole.shape == (50, 64)  # a run of 128 columns, of which 96 are the weight's
 
 
 def test_groups_that_words_of_codes_cut_are_dequantised() -> None:

@@ -29,7 +29,7 @@ from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.kernels.sampling import filter_floor, logprobs, penalties, sample, token_mask
 from tests.kernels.layers.delta_net_keys import DELTA_NET_KEYS, other_delta_net_keys
 from tests.kernels.layers.expert_keys import grouped, quantised_experts, w8a8_experts
-from tests.kernels.layers.linear_keys import CODES, Key, Keys, fixed_linear, linear, row_codes, w8a8
+from tests.kernels.layers.linear_keys import CODES, Key, Keys, dequantised, fixed_linear, linear, row_codes, w8a8
 
 
 class Pool(NamedTuple):
@@ -241,7 +241,8 @@ KEYS: dict[str, Keys] = {
         grouped_gemm._weighted_sum, "*bf16 *i32 *fp32 *bf16 *bf16 *bf16 i32 i32 i32", dict(TOP_K=8, BLOCK=1024)
     ),
     "linear, int4, few": partial(linear, CodeKind.INT4, 8, has_zeros=True),
-    "linear, fp8, many": partial(linear, CodeKind.FP8, 8192),
+    "linear, fp8, many": partial(linear, CodeKind.FP8, 256, group=0),
+    "dequantise, int4": partial(dequantised, CodeKind.INT4),
     "W8A8 linear, fp8, many": partial(w8a8, CodeKind.FP8, 8192, 0),
     **{f"{title}, fp8": partial(row_codes, code, RowFormat(CodeKind.FP8, 0)) for title, code in CODES},
     "W8A8 gate_up, fp8 blocks, many": partial(
@@ -249,7 +250,7 @@ KEYS: dict[str, Keys] = {
     ),
     "W8A8 down, fp8, few": partial(w8a8_experts, grouped_gemm._quantised_down, CodeKind.FP8, 0, 8),
     "gate_up, int4, many": partial(quantised_experts, grouped_gemm._quantised_gate_up, CodeKind.INT4, 8192),
-    "down, fp8, few": partial(quantised_experts, grouped_gemm._quantised_down, CodeKind.FP8, 8),
+    "down, fp8, few": partial(quantised_experts, grouped_gemm._quantised_down, CodeKind.FP8, 8, group=0),
     "fixed order, many": partial(fixed_linear, 8192, has_bias=True),
     "fixed order, few": partial(fixed_linear, 8),
     "add_units": same(
@@ -259,6 +260,9 @@ KEYS: dict[str, Keys] = {
     "latent_rotary": partial(latent_store, POOLS["bf16"]),
     **DELTA_NET_KEYS,
 }  # fmt: skip
+
+
+_GROUPS = {CodeKind.INT8: 0, CodeKind.INT4: 128, CodeKind.FP8: 0, CodeKind.FP4: 32}  # columns of a group; 0: a row
 
 
 def _others() -> Iterator[tuple[str, Keys]]:
@@ -283,11 +287,14 @@ def _others() -> Iterator[tuple[str, Keys]]:
         for tokens, count in ((8192, "many"), (8, "few")):
             yield f"{title}, {count}, fp32", partial(grouped, kernel, "fp32", tokens)
             yield f"{title}, {count}, gpt-oss", partial(grouped, kernel, "bf16", tokens, oss=True)
+    for code in CodeKind:
+        if code is not CodeKind.INT4:
+            yield f"dequantise, {code.name.lower()}", partial(dequantised, code, group=_GROUPS[code])
     for rows, count in ((8, "few"), (64, "some"), (8192, "many")):
         for code in CodeKind:
             name = f"linear, {code.name.lower()}, {count}"
             if name not in KEYS:
-                yield name, partial(linear, code, rows, step=32 if code is CodeKind.FP4 else 64)
+                yield name, partial(linear, code, rows, group=_GROUPS[code])
         yield f"linear, int4, {count}, act-order", partial(linear, CodeKind.INT4, rows, has_zeros=True, is_ordered=True)
         yield f"linear, int4, {count}, fp32", partial(linear, CodeKind.INT4, rows, dtype="fp32")
     for rows, count in ((8, "few"), (8192, "many")):
@@ -297,8 +304,7 @@ def _others() -> Iterator[tuple[str, Keys]]:
         for tokens, count in ((8192, "many"), (8, "few")):
             for code in CodeKind:
                 if (name := f"{title}, {code.name.lower()}, {count}") not in KEYS:
-                    step = 32 if code is CodeKind.FP4 else 64
-                    yield name, partial(quantised_experts, product, code, tokens, step=step)
+                    yield name, partial(quantised_experts, product, code, tokens, group=_GROUPS[code])
             yield (
                 f"{title}, int4, {count}, fp32",
                 partial(quantised_experts, product, CodeKind.INT4, tokens, dtype="fp32"),

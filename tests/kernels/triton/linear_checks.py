@@ -10,15 +10,15 @@ from torch import Tensor
 from coatcheck.kernels.gpu_properties import gpu_properties
 from coatcheck.kernels.layers import invariant_linear
 from coatcheck.kernels.layers.heads_linear import HeadsLinear, heads_linear_reference
-from coatcheck.kernels.layers.linear import PackedLinear, holds_quantised
-from coatcheck.kernels.layers.quantised_linear import WARM_UP_ROWS
+from coatcheck.kernels.layers.linear import PackedLinear, holds_quantised, multiply_dequantised
+from coatcheck.kernels.layers.quantised_linear import WARM_UP_ROWS, dequantise_rows, pack_codes
 from coatcheck.kernels.layers.quantised_rows import (
     QuantisedRows,
     RowFormat,
     quantise_rows,
     quantise_rows_reference,
 )
-from coatcheck.kernels.layers.quantised_weight import CodeKind
+from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul, silu_mul_and_quantise
 from tests.kernels.layers.quantised_weights import random_weight
@@ -34,11 +34,15 @@ WEIGHTS = (
     (CodeKind.FP8, torch.uint8, False, False, (40, 96, 32)),
     (CodeKind.FP4, torch.uint8, False, False, (33, 96, 32)),
     (CodeKind.FP4, torch.float32, False, False, (33, 80, 16)),
+    (CodeKind.INT4, torch.bfloat16, True, False, (33, 1280, 128)),  # and these have units
+    (CodeKind.INT8, torch.float32, True, False, (33, 1280, 1280)),
+    (CodeKind.FP4, torch.uint8, False, False, (33, 1100, 32)),
 )
 
 
 def quantised_linears(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -> None:
-    """Every kind of codes, with numbers of features and columns that no tile divides, in tiles of each height."""
+    """Every kind of codes, with numbers of features and columns that no tile divides, in tiles of each height, and by
+    the library in slices of the features."""
     torch.manual_seed(0)
     for dtype in dtypes:
         for kind, scales, has_zeros, is_ordered, (features, depth, group) in WEIGHTS:
@@ -49,23 +53,53 @@ def quantised_linears(dtypes: Sequence[torch.dtype] = (torch.float32, torch.floa
             linear = PackedLinear(weight, bias)
             assert linear.form == "triton" and linear.codes is not None
             for rows in WARM_UP_ROWS if kind is CodeKind.INT4 else WARM_UP_ROWS[1:2]:
-                x = torch.randn(rows, depth).to(dtype)
-                exact = F.linear(x.float(), weight.dequantise().float(), bias.float())
-                torch.testing.assert_close(linear(x).float(), exact, rtol=_ROUNDING[dtype], atol=_ROUNDING[dtype])
+                x = (torch.randn(rows, depth) / (16 if depth > 1000 else 1)).to(dtype)
+                check_product(linear(x), x, weight, bias)
         alone(dtype)
+        dequantised(dtype)
+
+
+def check_product(y: Tensor, x: Tensor, weight: QuantisedWeight, bias: Tensor) -> None:
+    """Scales multiply sums, or weights that are then rounded to the dtype of x: y is either product."""
+    products = [F.linear(x.float(), weight.dequantise(to).float(), bias.float()) for to in (torch.float32, y.dtype)]
+    nearest = min(products, key=lambda product: float((y - product).abs().mean()))
+    torch.testing.assert_close(y.float(), nearest, rtol=_ROUNDING[y.dtype], atol=_ROUNDING[y.dtype])
+
+
+def dequantised(dtype: torch.dtype) -> None:
+    """The kernel that dequantises gives the bits of `dequantise`, and any slices of the features the same product."""
+    for kind, scales, has_zeros, is_ordered, (features, depth, group) in WEIGHTS:
+        weight = random_weight(
+            kind, features, depth, group, dtype, scales=scales, has_zeros=has_zeros, is_ordered=is_ordered
+        )
+        codes = pack_codes(weight)
+        plain = weight.dequantise()
+        if weight.order is not None:
+            plain = plain[:, weight.order]
+        for first, last in ((0, features), (7, features - 1)):
+            out = torch.full((last - first, depth), SENTINEL, dtype=dtype)
+            assert torch.equal(dequantise_rows(codes, first, out), plain[first:last])
+    weight = random_weight(CodeKind.INT4, 300, 64, 32, dtype)
+    x, bias = torch.randn(WARM_UP_ROWS[-1], 64).to(dtype), torch.randn(300).to(dtype)
+    for has_bias in (False, True):
+        whole = multiply_dequantised(pack_codes(weight), x, bias if has_bias else None)
+        sliced = multiply_dequantised(pack_codes(weight), x, bias if has_bias else None, most=128 * 64 * dtype.itemsize)
+        agree(sliced, whole)
 
 
 _ROUNDING = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
 def alone(dtype: torch.dtype) -> None:
-    """With `batch_invariant` a row has the same bits alone and among others. Small groups are dequantised."""
-    linear = PackedLinear(random_weight(CodeKind.INT4, 40, 96, 32, dtype), batch_invariant=True)
-    x = torch.randn(70, 96).to(dtype)
-    whole = linear(x)
-    for part in (slice(3, 4), slice(50, 70)):
-        assert torch.equal(linear(x[part]), whole[part])
-    assert linear(x[:0]).shape == (0, 40)
+    """With `batch_invariant` a row has the same bits alone and among others, also if separate programs compute units of
+    its columns beside few rows, and one program all of them beside many. Small groups are dequantised."""
+    for depth in (96, 1200):
+        linear = PackedLinear(random_weight(CodeKind.INT4, 40, depth, 32, dtype), batch_invariant=True)
+        x = torch.randn(WARM_UP_ROWS[-1], depth).to(dtype)
+        whole = linear(x)
+        for part in (slice(3, 4), slice(50, 70)):
+            assert torch.equal(linear(x[part]), whole[part])
+        assert linear(x[:0]).shape == (0, 40)
     small = random_weight(CodeKind.INT8, 24, 48, 24, dtype)
     assert not holds_quantised(small, small.device) and PackedLinear(small).form != "triton"
     agree(PackedLinear(small)(x[:, :48].float().to(dtype)), F.linear(x[:, :48], small.dequantise()))
