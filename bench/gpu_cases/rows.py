@@ -1,6 +1,7 @@
 """Stores, copies, norms, activations and the sampler for bench/gpu.py: error, and bytes over the memory bandwidth."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,7 +12,7 @@ from coatcheck.bench.gpu_cases.table import Measurement
 from coatcheck.kernels.attention.rotary import rotary_and_store, rotary_and_store_reference
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
 from coatcheck.kernels.kv.store_kv import store_kv, store_kv_reference
-from coatcheck.kernels.layers.rms_norm import RmsNorm, rms_norm_reference
+from coatcheck.kernels.layers.rms_norm import RmsNorm, norm_rotate_and_store, rms_norm_reference
 from coatcheck.kernels.layers.silu_mul import silu_mul, silu_mul_reference
 from coatcheck.kernels.sampling.penalties import apply_penalties, apply_penalties_reference
 from coatcheck.kernels.sampling.sample import sample, sample_reference
@@ -54,6 +55,7 @@ def rows(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measure
     )
     del gate_up, x, residual
     yield from _stores(tokens, device, roofs, quick)
+    yield _head_norms(tokens, device, roofs, quick)
     pool = torch.randint(0, 255, (256, 64 << 10 if quick else 2 << 20), dtype=torch.uint8, device=device)
     order = torch.randperm(256, device=device)
     source, target, before = order[:128].contiguous(), order[128:].contiguous(), pool.clone()
@@ -98,6 +100,29 @@ def _stores(tokens: int, device: torch.device, roofs: Roofs, quick: bool) -> Ite
         yield _judged(
             f"store, {kv}", partial(store_kv, k, v, ours, slots), moved, error, device, roofs, quick, tolerance
         )
+
+
+def _head_norms(tokens: int, device: torch.device, roofs: Roofs, quick: bool) -> Measurement:
+    """Norms of q and k with rotary and the store, as Qwen3 0.6B has them, beside the norms and rotary apart."""
+    heads, kv_heads, dim = 16, 8, 128
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, device=device).bfloat16()
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    q_norm, k_norm = (RmsNorm(torch.randn(dim, device=device).bfloat16(), 1e-6) for _ in range(2))
+    angle = torch.rand(tokens, dim // 2, device=device).repeat(1, 2) * 6
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    slots = torch.randperm(tokens, device=device)
+    layout = BlockLayout.of([LayerSpec(heads, kv_heads, dim)], 16, KvDtype.BFLOAT16)
+    pools = [allocate_kv_pool(layout, tokens // 16, device) for _ in range(2)]
+    ours, theirs = (make_layer_caches(layout, pool)[0] for pool in pools)
+
+    def apart() -> Tensor:
+        return rotary_and_store(q_norm(q), k_norm(k), v, cos, sin, theirs, slots)
+
+    work = partial(norm_rotate_and_store, q_norm, k_norm, q, k, v, cos, sin, ours, slots)
+    error = max(_error(work(), apart()), _error(pools[0].view(torch.bfloat16), pools[1].view(torch.bfloat16)))
+    moved = qkv.nbytes + q.numel() * 2 + cos.nbytes * 2 + pools[0].nbytes
+    measured = _judged("norms, rotary and store, 16 / 8 heads", work, moved, error, device, roofs, quick)
+    return replace(measured, beside="apart", beside_ms=seconds(apart, device) * 1e3)
 
 
 def _judged(

@@ -6,13 +6,16 @@
 cos1 and cos2 are the halves of cos [tokens, rot_dim]; transformers makes them equal. Shapes: q [tokens, heads, dim], k
 and v [tokens, kv_heads, dim], with contiguous heads in each token and any stride over tokens; cos and sin contiguous,
 in q's dtype or float32. The rotated k is written directly to the cache (see store_kv.py). One program rotates several
-heads of one token.
+heads of one token. The Triton kernel
+can also apply the RMS norms that models such as Qwen3 have on each head of q and k.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -23,45 +26,62 @@ from coatcheck.kernels import native
 from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.quantise import KINDS
-from coatcheck.kernels.kv.store_kv import _store_rows, check_store, library_for_store, pick_rows, store_kv_reference
+from coatcheck.kernels.kv.store_kv import (
+    _head_roots,
+    _normed,
+    _store_rows,
+    check_store,
+    library_for_store,
+    pick_rows,
+    store_kv_reference,
+)
 from coatcheck.kernels.launch_check import check_dense, check_dtype, check_heads, once_per_geometry, refuse
 
 
 @triton.jit
 def _rotate_heads(
     x, x_row, y, y_row, cos, sin, heads, inside, ROT: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, weight=None, eps=0.0, OFFSET: tl.constexpr = 0.0,
 ):  # fmt: skip
-    """Rotate a token's heads, and copy the elements after rot_dim. HALF: at least half of rot_dim. y may be x."""
+    """Normalise a token's heads if there is a weight, rotate them, and copy the elements after rot_dim. HALF: at least
+    half of rot_dim. y may be x, without a weight."""
     i = tl.arange(0, HALF)
     half = i < ROT // 2
     mask = inside[:, None] & half[None]
+    roots = None
+    if weight is not None:
+        roots = _head_roots(x, x_row, heads, inside, eps, DIM, BLOCK)
     at, to = x + heads[:, None] * x_row + i[None], y + heads[:, None] * y_row + i[None]
-    a = tl.load(at, mask, other=0.0).to(tl.float32)
-    b = tl.load(at + ROT // 2, mask, other=0.0).to(tl.float32)
+    a, b = tl.load(at, mask, other=0.0), tl.load(at + ROT // 2, mask, other=0.0)
+    a = _normed(a, roots, weight, i, half, OFFSET).to(tl.float32)
+    b = _normed(b, roots, weight, ROT // 2 + i, half, OFFSET).to(tl.float32)
     cos_a, cos_b = tl.load(cos + i, half).to(tl.float32)[None], tl.load(cos + ROT // 2 + i, half).to(tl.float32)[None]
     sin_a, sin_b = tl.load(sin + i, half).to(tl.float32)[None], tl.load(sin + ROT // 2 + i, half).to(tl.float32)[None]
     tl.store(to, (a * cos_a - b * sin_a).to(x.dtype.element_ty).to(y.dtype.element_ty), mask)
     tl.store(to + ROT // 2, (b * cos_b + a * sin_b).to(x.dtype.element_ty).to(y.dtype.element_ty), mask)
     if ROT < DIM:
-        _copy_heads(x, y, y_row, heads, inside, ROT, DIM, BLOCK)
+        _copy_heads(x, y, y_row, heads, inside, ROT, DIM, BLOCK, weight, roots, OFFSET)
 
 
 @triton.jit
-def _copy_heads(x, y, y_row, heads, inside, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy the elements of a token's heads from FIRST on."""
+def _copy_heads(
+    x, y, y_row, heads, inside, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, weight=None, roots=None,
+    OFFSET: tl.constexpr = 0.0,
+):  # fmt: skip
+    """Copy the elements of a token's heads from FIRST on, normalised if there is a weight."""
     i = tl.arange(0, BLOCK)
-    mask = inside[:, None] & ((i >= FIRST) & (i < DIM))[None]
-    own = tl.load(x + heads[:, None] * DIM + i[None], mask, other=0.0)
+    copied = (i >= FIRST) & (i < DIM)
+    mask = inside[:, None] & copied[None]
+    own = _normed(tl.load(x + heads[:, None] * DIM + i[None], mask, other=0.0), roots, weight, i, copied, OFFSET)
     tl.store(y + heads[:, None] * y_row + i[None], own.to(y.dtype.element_ty), mask)
 
 
 @triton.jit
 def _rotary(
-    q, k, v, cos, sin, out, k_cache, v_cache, k_scales, v_scales, slots,
-    q_stride, k_stride, v_stride, k_block, v_block, k_scales_block, v_scales_block,
+    q, k, v, cos, sin, q_weight, k_weight, out, k_cache, v_cache, k_scales, v_scales, slots,
+    q_stride, k_stride, v_stride, k_block, v_block, k_scales_block, v_scales_block, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, SIZE: tl.constexpr,
-    KIND: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     TILES: tl.constexpr = (HEADS + ROWS - 1) // ROWS  # of the query heads; those of k and v follow
@@ -71,7 +91,7 @@ def _rotary(
         heads = tile * ROWS + tl.arange(0, ROWS)
         _rotate_heads(
             q + token * q_stride, DIM, out + token * HEADS * DIM, DIM, cos, sin, heads, heads < HEADS, ROT, DIM, HALF,
-            BLOCK,
+            BLOCK, q_weight, eps, OFFSET,
         )  # fmt: skip
     else:
         heads = (tile - TILES) * ROWS + tl.arange(0, ROWS)
@@ -85,11 +105,24 @@ def _rotary(
             if KIND > 0:
                 BYTES: tl.constexpr = BLOCK // 2 if KIND == 3 else BLOCK
                 scale_k, scale_v = k_scales + block * k_scales_block + row, v_scales + block * v_scales_block + row
-                _store_rows(from_k, cos, sin, to_k, scale_k, heads, inside, SIZE, ROT, DIM, KIND, BYTES)
+                _store_rows(
+                    from_k, cos, sin, to_k, scale_k, heads, inside, SIZE, ROT, DIM, KIND, BYTES, k_weight, eps, OFFSET
+                )
                 _store_rows(from_v, cos, sin, to_v, scale_v, heads, inside, SIZE, 0, DIM, KIND, BYTES)
             else:
-                _rotate_heads(from_k, DIM, to_k, SIZE * DIM, cos, sin, heads, inside, ROT, DIM, HALF, BLOCK)
+                _rotate_heads(
+                    from_k, DIM, to_k, SIZE * DIM, cos, sin, heads, inside, ROT, DIM, HALF, BLOCK, k_weight, eps, OFFSET
+                )
                 _copy_heads(from_v, to_v, SIZE * DIM, heads, inside, 0, DIM, BLOCK)
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms over each head of q and of k. Weights [dim], in q's dtype. `offset`: as RmsNorm has it."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    offset: float
 
 
 def rotary_and_store(
@@ -99,7 +132,7 @@ def rotary_and_store(
     skipped."""
     _check(q, k, v, cos, sin, slot_mapping, cache.kv_heads, cache.head_dim, cache.device)
     if uses_triton(q):
-        return _launch(q, k, v, cos, sin, cache, slot_mapping)
+        return _launch(q, k, v, cos, sin, cache, slot_mapping, None)
     library = library_for_store(k, cache)
     if library is None:
         return rotary_and_store_reference(q, k, v, cos, sin, cache, slot_mapping)
@@ -114,6 +147,19 @@ def rotary_and_store(
         )
     )  # fmt: skip
     return out
+
+
+def launch_with_norms(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, slot_mapping: Tensor, norms: HeadNorms
+) -> Tensor:
+    """`rotary_and_store` of the normalised heads of q and k, in one Triton kernel.
+
+    The norms have RmsNorm's operations and roundings: each is rounded to q's dtype before the rotation. Only the order
+    in which the squares of a head are added is this kernel's own.
+    """
+    _check(q, k, v, cos, sin, slot_mapping, cache.kv_heads, cache.head_dim, cache.device)
+    _check_norms(q, norms.q_weight, norms.k_weight)
+    return _launch(q, k, v, cos, sin, cache, slot_mapping, norms)
 
 
 @once_per_geometry
@@ -131,20 +177,31 @@ def _check(
         check_dense(name, table, (q.shape[0], rot_dim), cos.dtype, q.device)
 
 
-def _launch(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, slot_mapping: Tensor) -> Tensor:
+@once_per_geometry
+def _check_norms(q: Tensor, q_weight: Tensor, k_weight: Tensor) -> None:
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        check_dense(name, weight, (q.shape[2],), q.dtype, q.device)
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, slot_mapping: Tensor,
+    norms: HeadNorms | None,
+) -> Tensor:  # fmt: skip
     out = q.new_empty(q.shape)
     tokens, heads, dim = q.shape
     if tokens == 0:
         return out
     kv_heads, block = k.shape[1], triton.next_power_of_2(dim)
     rows, warps = pick_rows(min(heads, kv_heads), block)
+    q_weight, k_weight, eps, offset = (None, None, 0.0, 0.0) if norms is None else norms
     _rotary[(tokens, -(-heads // rows) - (-kv_heads // rows))](
-        q, k, v, cos, sin, out, cache.k_bytes, cache.v_bytes, cache.k_scales, cache.v_scales, slot_mapping,
+        q, k, v, cos, sin, q_weight, k_weight, out, cache.k_bytes, cache.v_bytes, cache.k_scales, cache.v_scales,
+        slot_mapping,
         q.stride(0), k.stride(0), v.stride(0), cache.k.stride(0), cache.v.stride(0),
-        cache.scales_stride(0), cache.scales_stride(1),
+        cache.scales_stride(0), cache.scales_stride(1), eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROT=cos.shape[1], SIZE=cache.block_size,
         KIND=KINDS.get(cache.dtype, 0), ROWS=rows, HALF=triton.next_power_of_2(cos.shape[1] // 2), BLOCK=block,
-        num_warps=warps,
+        OFFSET=offset, num_warps=warps,
     )  # fmt: skip
     return out
 

@@ -27,16 +27,41 @@ NATIVE_MAX_DIM = 512  # the largest head_dim that the C library stores
 
 
 @triton.jit
-def _rotated(x, cos, sin, heads, inside, i, ROT: tl.constexpr, DIM: tl.constexpr):
-    """Elements i of a token's heads, rotated (see rotary.py) and rounded to x's dtype: float32 [heads, len(i)]. ROT 0:
-    not rotated."""
+def _head_roots(x, x_row, heads, inside, eps, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """What an RMS norm divides each of a token's heads by: float32 [heads]."""
+    i = tl.arange(0, BLOCK)
+    h = tl.load(x + heads[:, None] * x_row + i[None], inside[:, None] & (i < DIM)[None], other=0.0).to(tl.float32)
+    return tl.sqrt(tl.sum(h * h, 1) / DIM + eps)
+
+
+@triton.jit
+def _normed(own, roots, weight, i, within, OFFSET: tl.constexpr):
+    """Elements i of heads after the RMS norm of layers/rms_norm.py, with its roundings. `within`: whether i is less
+    than dim. Without a weight: `own`."""
+    if weight is not None:
+        h = own.to(tl.float32) / roots[:, None]
+        w = tl.load(weight + i, within, other=0.0).to(tl.float32) + OFFSET
+        if OFFSET == 0.0:
+            h = h.to(own.dtype).to(tl.float32)
+        own = (h * w[None]).to(own.dtype)
+    return own
+
+
+@triton.jit
+def _rotated(
+    x, cos, sin, weight, roots, heads, inside, i, ROT: tl.constexpr, DIM: tl.constexpr, OFFSET: tl.constexpr
+):  # fmt: skip
+    """Elements i of a token's heads, normalised if there is a weight, rotated (see rotary.py) and rounded to x's dtype:
+    float32 [heads, len(i)]. ROT 0: not rotated."""
     at = x + heads[:, None] * DIM
     own = tl.load(at + i[None], inside[:, None] & (i < DIM)[None], other=0.0)
+    own = _normed(own, roots, weight, i, i < DIM, OFFSET)
     if ROT > 0:
         is_rotated = i < ROT
         first = (i < ROT // 2)[None]
         partner = tl.where(i < ROT // 2, i + ROT // 2, i - ROT // 2)
-        other = tl.load(at + partner[None], inside[:, None] & is_rotated[None], other=0.0).to(tl.float32)
+        other = tl.load(at + partner[None], inside[:, None] & is_rotated[None], other=0.0)
+        other = _normed(other, roots, weight, partner, is_rotated, OFFSET).to(tl.float32)
         c = tl.load(cos + i, is_rotated, other=0.0).to(tl.float32)[None]
         s = tl.load(sin + i, is_rotated, other=0.0).to(tl.float32)[None]
         y = own.to(tl.float32) * c + tl.where(first, -other, other) * s
@@ -48,19 +73,23 @@ def _rotated(x, cos, sin, heads, inside, i, ROT: tl.constexpr, DIM: tl.constexpr
 def _store_rows(
     x, cos, sin, to, to_scale, heads, inside, SIZE: tl.constexpr,
     ROT: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    weight=None, eps=0.0, OFFSET: tl.constexpr = 0.0,
 ):  # fmt: skip
-    """Rotate and quantise a token's heads, and store them. `to`, `to_scale`: addresses of the row of head 0. BLOCK: at
-    least the bytes of a row."""
+    """Normalise a token's heads if there is a weight, rotate and quantise them, and store them. `to`, `to_scale`:
+    addresses of the row of head 0. BLOCK: at least the bytes of a row."""
     i = tl.arange(0, BLOCK)
     WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM
+    roots = None
+    if weight is not None:
+        roots = _head_roots(x, DIM, heads, inside, eps, DIM, 2 * BLOCK if KIND == 3 else BLOCK)
     if KIND == 3:
         kept = (i < WIDTH)[None]
-        low = tl.where(kept, _rotated(x, cos, sin, heads, inside, i, ROT, DIM), 0.0)
-        high = tl.where(kept, _rotated(x, cos, sin, heads, inside, i + WIDTH, ROT, DIM), 0.0)
+        low = tl.where(kept, _rotated(x, cos, sin, weight, roots, heads, inside, i, ROT, DIM, OFFSET), 0.0)
+        high = tl.where(kept, _rotated(x, cos, sin, weight, roots, heads, inside, i + WIDTH, ROT, DIM, OFFSET), 0.0)
         scale, inverse_scale = _scale_and_inverse(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), KIND)
         y = _quantised(low, inverse_scale[:, None], KIND) | (_quantised(high, inverse_scale[:, None], KIND) << 4)
     else:
-        whole = _rotated(x, cos, sin, heads, inside, i, ROT, DIM)
+        whole = _rotated(x, cos, sin, weight, roots, heads, inside, i, ROT, DIM, OFFSET)
         scale, inverse_scale = _scale_and_inverse(tl.max(tl.abs(whole), 1), KIND)
         y = _quantised(whole, inverse_scale[:, None], KIND)
     rows = heads * SIZE

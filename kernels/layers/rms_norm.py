@@ -7,7 +7,8 @@
 
 Shapes: x, residual [..., hidden] (at most two leading dimensions, which may be strided, as in a slice of a fused
 projection), weight [hidden], y like x and contiguous. One program normalises one row. `add_norm_and_quantise` writes y
-as codes and scales, for a linear whose activations are quantised.
+as codes and scales, for a linear whose activations are quantised. `norm_rotate_and_store` is for norms over each head
+of q and k, which on a GPU are part of the rotary kernel.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -23,7 +24,9 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels import native
+from coatcheck.kernels.attention.rotary import HeadNorms, launch_with_norms, rotary_and_store
 from coatcheck.kernels.gpu_properties import uses_triton
+from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.launch_check import (
     FLOATS,
     check_dense,
@@ -144,6 +147,18 @@ class RmsNorm:
             RESIDUAL=residual is not None, CAST_FIRST=self.offset == 0.0, BLOCK=block, **constants,
             num_warps=max(1, min(16, block // 512)),
         )  # fmt: skip
+
+
+def norm_rotate_and_store(
+    q_norm: RmsNorm, k_norm: RmsNorm, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache,
+    slot_mapping: Tensor,
+) -> Tensor:  # fmt: skip
+    """`rotary_and_store` of q_norm(q) and k_norm(k), with norms over each head: one kernel on a GPU."""
+    shared = q_norm.eps, q_norm.offset
+    if not uses_triton(q) or shared != (k_norm.eps, k_norm.offset):
+        return rotary_and_store(q_norm(q), k_norm(k), v, cos, sin, cache, slot_mapping)
+    norms = HeadNorms(q_norm.weight, k_norm.weight, *shared)
+    return launch_with_norms(q, k, v, cos, sin, cache, slot_mapping, norms)
 
 
 def _strides(x: Tensor) -> tuple[int, int, int, int, int]:

@@ -1,7 +1,7 @@
 """MultiHeadAttention: MHA, GQA or MQA of a fused decoder layer.
 
-One linear for Q, K and V, one operation for RoPE and the KV store. LatentAttention and LinearAttention are called in
-the same way.
+One linear for Q, K and V, one operation for the norms of q and k, RoPE and the KV store. LatentAttention and
+LinearAttention are called in the same way.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.layers.decoder_layers import AttentionSublayer, StepTables, is_native
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.quantised_rows import QuantisedRows
-from coatcheck.kernels.layers.rms_norm import RmsNorm
+from coatcheck.kernels.layers.rms_norm import RmsNorm, norm_rotate_and_store
 from coatcheck.workers.attention.attention import AttentionLayer, attend_cache
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.model.packed_linears import PlainLinear, merged_targets, pack_merged, select_rows
@@ -82,9 +82,11 @@ class MultiHeadAttention:
         else:
             q, k, v, *gates = qkv.view(qkv.shape[0], -1, spec.head_dim).split_with_sizes(self.heads, dim=1)
             gate = gates[0] if gates else None
+        arguments = q, k, v, rotary.cos, rotary.sin, cache, metadata.slot_mapping
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = rotary_and_store(q, k, v, rotary.cos, rotary.sin, cache, metadata.slot_mapping)
+            q = norm_rotate_and_store(self.q_norm, self.k_norm, *arguments)
+        else:
+            q = rotary_and_store(*arguments)
         if logits_indices is not None:
             q, metadata = q[logits_indices.tokens], logits_indices.select_queries(metadata)
             gate = None if gate is None else gate[logits_indices.tokens]

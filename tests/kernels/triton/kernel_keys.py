@@ -137,15 +137,18 @@ def merge(dim: int, gpu: GpuProperties, *, parts: int = 16, has_lse: bool = Fals
     return Key(paged_tiles._merge, arguments, constants | dict(lse=None), 4)
 
 
-def rotary_store(dim: int, pool: Pool, gpu: GpuProperties) -> Key:
+def rotary_store(dim: int, pool: Pool, gpu: GpuProperties, *, has_norms: bool = False, rot: int | None = None) -> Key:
+    """`has_norms`: q and k are normalised first. `rot`: the elements of a head that are rotated; None: all."""
     q, element = f"*{pool.q}", f"*{pool.element}"
+    weights = f"{q} {q} " if has_norms else ""
     strides = "i32 i32 i32 i32 i32 i32 i32"
-    arguments = f"{q} {q} {q} *fp32 *fp32 {q} {element} {element} {pool.scales}*i64 {strides}"
+    arguments = f"{q} {q} {q} *fp32 *fp32 {weights}{q} {element} {element} {pool.scales}*i64 {strides} fp32"
     block = triton.next_power_of_2(dim)
     rows, warps = store_kv.pick_rows(8, block)
+    rot = dim if rot is None else rot
     constants = dict(
-        HEADS=32, KV_HEADS=8, DIM=dim, ROT=dim, SIZE=16, ROWS=rows, HALF=triton.next_power_of_2(dim // 2),
-        BLOCK=block,
+        HEADS=32, KV_HEADS=8, DIM=dim, ROT=rot, SIZE=16, ROWS=rows, HALF=triton.next_power_of_2(rot // 2),
+        BLOCK=block, OFFSET=0.0, **({} if has_norms else dict(q_weight=None, k_weight=None)),
     )  # fmt: skip
     return Key(rotary._rotary, arguments, constants | pool.constants, warps)
 
@@ -192,6 +195,7 @@ KEYS: dict[str, Keys] = {
         transfer_blocks._sum_blocks, "*i64 *i64 *i64 i32 i32", dict(BLOCK=transfer_blocks._WORDS), 8
     ),
     "rotary": partial(rotary_store, 128, POOLS["bf16"]),
+    "rotary with norms": partial(rotary_store, 128, POOLS["bf16"], has_norms=True),
     "lane_maxima": same(
         filter_floor._lane_maxima, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 i32 i32",
         dict(SLICES=filter_floor.SLICES, LANES=filter_floor.LANES, BLOCK=2048), 8,
@@ -280,6 +284,12 @@ def _others() -> Iterator[tuple[str, Keys]]:
         yield f"short, 128, {name}, MQA", partial(tiles, "short", 128, pool, 1)
         if name != "bf16":
             yield f"rotary, 128, {name}", partial(rotary_store, 128, pool)
+            yield f"rotary with norms, 128, {name}", partial(rotary_store, 128, pool, has_norms=True)
+    for name in ("bf16", "int4"):
+        yield (
+            f"rotary with norms, 64 of 256, {name}",
+            partial(rotary_store, 256, POOLS[name], has_norms=True, rot=64),
+        )
     for dim, name in ((128, "bf16"), (128, "fp8"), (128, "int4"), (256, "bf16"), (256, "int4")):
         for kind in ("short", "wide"):
             yield f"{kind}, {dim}, {name}, capped", partial(tiles, kind, dim, POOLS[name], 8, capped=True)
