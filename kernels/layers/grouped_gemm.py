@@ -35,7 +35,8 @@ from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, _s
 from coatcheck.kernels.layers.route import sort_pairs
 from coatcheck.kernels.layers.w8a8_linear import _multiply_codes
 
-_HIGH_FROM: int = 32  # with more rows per expert than this, on average, tiles are high
+# With more rows per expert than these, on average, tiles have 64 rows, or 128.
+_HIGH_FROM, _HIGHEST_FROM = 16, 128
 _COLUMNS: int = 1024  # columns that a program of the weighted sum computes
 _MAX_QUANTISED_STAGES: int = 3  # more may not fit into shared memory beside the weights of a tile
 _LONGEST_STEP: int = 64  # columns of a product of codes with plain x
@@ -59,17 +60,21 @@ class GroupedLaunch(NamedTuple):
 
 
 def pick_launch(
-    pairs: int, experts: int, element_size: int, gpu: GpuProperties, *, batch_invariant: bool = False
-) -> GroupedLaunch:
-    """The tile of plain weights. `pairs`: tokens times choices. `experts`: how many experts the rank holds."""
-    is_high = pairs > _HIGH_FROM * experts and not batch_invariant
+    pairs: int, experts: int, element_size: int, gpu: GpuProperties, *, of_codes: bool = False,
+    batch_invariant: bool = False,
+) -> GroupedLaunch:  # fmt: skip
+    """The tile of plain weights. `pairs`: tokens times choices. `experts`: how many experts the rank holds. `of_codes`:
+    activations are quantised for one of the products; with 128 rows their sums would spill."""
     # float32 products with 64 rows would spill.
     block_m, block_n, block_k = (64, 64, 64) if element_size == 2 else (32, 64, 32)
-    if not is_high:
+    num_warps = 4
+    if pairs <= _HIGH_FROM * experts or batch_invariant:
         block_m = 16
+    elif pairs > _HIGHEST_FROM * experts and element_size == 2 and gpu.warp_groups and not of_codes:
+        block_m, block_n, num_warps = 128, 128, 8
     # A stage holds one block of x, one of the gates' weights and one of the ups' weights.
     stage = (block_m + 2 * block_n) * block_k * element_size
-    return GroupedLaunch(block_m, block_n, block_k, 4, min(gpu.max_stages, 4, gpu.shared // stage))
+    return GroupedLaunch(block_m, block_n, block_k, num_warps, min(gpu.max_stages, 4, gpu.shared // stage))
 
 
 def pick_codes_launch(launch: GroupedLaunch, weight: Codes, to: RowFormat | None, gpu: GpuProperties) -> GroupedLaunch:
@@ -89,9 +94,9 @@ def is_written_as_codes(gate_up: Codes, format: RowFormat) -> bool:
     return gate_up.format is not None and 0 < format.group <= _CODE_COLUMNS
 
 
-def warm_up_lengths(top_k: int, experts: int) -> tuple[int, int]:
-    """Two numbers of tokens that together lead to every tile that `pick_launch` picks."""
-    return 1, _HIGH_FROM * experts // top_k + 1
+def warm_up_lengths(top_k: int, experts: int) -> tuple[int, ...]:
+    """Numbers of tokens that together lead to every tile that `pick_launch` picks."""
+    return 1, _HIGH_FROM * experts // top_k + 1, _HIGHEST_FROM * experts // top_k + 1
 
 
 class Weights(NamedTuple):
@@ -130,7 +135,9 @@ def grouped_experts(
         return out
     experts, inner, pairs = w.experts, w.inner, tokens * top_k
     gpu = gpu_properties(device)
-    launch = pick_launch(pairs, experts, out.element_size(), gpu, batch_invariant=batch_invariant)
+    of_codes = any(isinstance(part, Codes) and part.format is not None for part in (w.gate_up, w.down))
+    size = out.element_size()
+    launch = pick_launch(pairs, experts, size, gpu, of_codes=of_codes, batch_invariant=batch_invariant)
     order, tiles, ends = sort_pairs(ids, experts, w.first, launch.block_m)
     max_tiles = len(tiles)
     precision = "ieee" if out.dtype == torch.float32 else "tf32"

@@ -47,7 +47,7 @@ def w8a8_experts(kernel: Any, kind: CodeKind, group: int, tokens: int, gpu: GpuP
     """The same with quantised activations; gate_up writes codes where its groups are those of `group`, not 0."""
     if not (gpu.has_fp8_products if kind is CodeKind.FP8 else gpu.has_int8_products):
         return None
-    launch = grouped_gemm.pick_launch(8 * tokens, 128, 2, gpu)
+    launch = grouped_gemm.pick_launch(8 * tokens, 128, 2, gpu, of_codes=True)
     format = RowFormat(kind, group)
     to = format if group and kernel is grouped_gemm._quantised_gate_up else None
     weight = codes(kind, "bf16", group, format)
