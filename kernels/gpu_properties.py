@@ -19,7 +19,7 @@ class GpuProperties(NamedTuple):
 
     `wide_tiles`: matrix products read both operands from shared memory (sm_90 and sm_100), which leaves registers for
     large tiles. sm_120 has the matrix products of sm_80.
-    `warp_groups`: groups of four warps multiply tiles of 64 rows, and hold the sums in registers (sm_90).
+    `warp_groups`: a group of four warps multiplies 64 rows at a time, with the sums in registers (wgmma of sm_90).
     `convert`: how kernels convert quantised bytes to floats. 0: integer operations, 1: Triton's casts, 2: PTX, 3: PTX
     with e4m3 conversions (sm_89 and later).
     `processors`: the number of streaming multiprocessors or compute units.

@@ -18,7 +18,9 @@ Work = Callable[[], object]
 _WARM_UP = 0.02
 _ROOFS_WARM_UP = 0.5
 _ROUNDS = 5  # of each roof, of which the fastest counts: a roof is what the device can do, not what it does on average
-UNCACHED = 256 << 20  # bytes: works that share no cache line read this much between two reads of one (L2: 50 MB)
+# Bytes. Works that are timed in turn read at least this much together, so that none finds its operands in the L2 cache
+# (50 MB).
+UNCACHED = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)

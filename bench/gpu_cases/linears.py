@@ -28,7 +28,7 @@ _ROWS = (1, 16, 64, 256, 2048)
 
 class WeightForm(NamedTuple):
     """How a checkpoint stores weights. `group`: columns that share a scale; 0: a whole row. `scales`: their dtype.
-    `has_blocks`: 128 rows share them too. `quantises_activations`: W8A8."""
+    `has_blocks`: 128 rows share a scale, too. `quantises_activations`: W8A8."""
 
     name: str
     kind: CodeKind

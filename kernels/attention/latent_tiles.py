@@ -3,8 +3,8 @@
 All heads read the same latents. So the BLOCK_M rows of a tile are up to 64 heads of one query, or of several queries if
 the model has fewer heads. A tile of latents is read once, as keys and as values. Quantised latents are converted to the
 dtype of the queries without their scales, which multiply scores and weights instead. Items, slots and merges are those
-of paged_tiles.py, and its `_merge` combines the slots. A program computes one tile; those beyond the last return at
-once. In batch-invariant mode every range of UNIT keys has its own running maximum and sum, and the ranges are
+of paged_tiles.py, and its `_merge` combines the slots. A program computes one tile; programs beyond the last tile
+return at once. In batch-invariant mode every range of UNIT keys has its own running maximum and sum, and the ranges are
 combined in order.
 """
 
@@ -26,7 +26,7 @@ from coatcheck.kernels.kv.latent_cache import LatentCache
 from coatcheck.kernels.kv.quantise import KINDS, _locate_keys, _nibbles, _value_scale_factor, _widened
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_PROGRAMS = 2  # programs for each processor; one where a program takes most of its shared memory
+_PROGRAMS = 2  # of a plan for each processor; one with tiles of 64 rows, which take most of its shared memory
 # Rotary keys of quantised pools are padded to this size. On an H100 products of bfloat16 queries with converted rotary
 # keys of 12 elements, padded to 16, were wrong; those with 64 elements are right.
 _LEAST_DEPTH = 64
@@ -39,9 +39,10 @@ def pick_latent_tiles(
     """The tiles of a model with latent attention. `heads`: that this rank computes. `rank`: elements of a latent.
     `element_size`: bytes of a query's element. `pool_bits`: bits of an element in the pool.
 
-    sm_90 multiplies 64 rows at a time, so its tiles have 64 rows, and each latent is read and converted for all of
-    them; a decode of fewer heads has lower tiles. Elsewhere more than 32 rows of 512 sums spill registers, and with
-    float32, int4 or in batch-invariant mode, which holds two results at once, more than 16.
+    On sm_90 tiles have 64 rows, because its matrix units multiply 64 rows at a time, and a latent is read and converted
+    once for all of them; decodes of fewer heads have lower tiles. Other GPUs have tiles of 32 rows, because more rows
+    of 512 sums spill registers. All have tiles of 16 rows with float32, an int4 pool or little shared memory, and in
+    batch-invariant mode, which holds two results at once.
     """
     block_d: int = max(16, triton.next_power_of_2(rank))
     is_small = element_size == 4 or gpu.shared < _LEAST_SHARED
@@ -56,8 +57,8 @@ def pick_latent_tiles(
         left = gpu.shared - 4096 - block_m * row
         stages = 5 if left >= 2 * block_n * row and not is_small else 2 if element_size == 2 else 1
         if block_m == 64:
-            # The products read plain rows as they were loaded, from a second buffer, so 3 stages prefetch. Quantised
-            # rows are faster without prefetching, which takes registers beside those of the sums.
+            # Matrix units read plain rows from the shared memory into which they were loaded, so 3 stages prefetch.
+            # Quantised rows are faster without prefetching, because it takes registers that the sums need.
             block_n, stages = (64, 3) if pool_bits == 16 else (32, 1)
         pack = max(pack for pack in range(1, block_m + 1) if heads % pack == 0)
         shape = TileShape(block_m // pack, heads // pack, gpu.processors * (1 if is_high else _PROGRAMS))
@@ -147,8 +148,8 @@ def _latent_tiles(
             RANK, ROPE, SIZE, BLOCK_N, BLOCK_D, BLOCK_R, PRECISION, KIND, CONVERT,
         )  # fmt: skip
     FACTOR: tl.constexpr = 1.0 / _value_scale_factor(KIND)
-    # The last number of an item is 0. The compiler does not know it, so it computes the places of the results here, and
-    # holds none in registers during the loop.
+    # The last number of an item is always 0. The compiler does not know that, so it computes the addresses of the
+    # results here, and holds none of them in registers during the loop.
     rows = tl.arange(0, BLOCK_M) + tl.load(item + 7, volatile=True)
     first_token, count, slot = tl.load(item + 1), tl.load(item + 2), tl.load(item + 6)
     query, heads = rows // PACK, work % TILES * PACK + rows % PACK
@@ -168,8 +169,8 @@ def _latent_tiles(
 
 @triton.jit
 def _store_rows(to, y, in_rows, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr):
-    """y [BLOCK_M, BLOCK_D] to the rows that begin at `to`. Half of the columns at a time: all at once take more
-    registers than there are beside 64 rows of 512 sums."""
+    """Store y [BLOCK_M, BLOCK_D] in the rows that begin at `to`, half of the columns at a time: all at once take more
+    registers than 64 rows of 512 sums leave."""
     PART: tl.constexpr = BLOCK_D // 4
     HALF: tl.constexpr = RANK // 2 if KIND == 3 else BLOCK_D // 2
     halves, place = tl.arange(0, 2)[:, None], tl.arange(0, PART)[None]
@@ -244,8 +245,8 @@ def _rows(
     pool, block, row, held, dtype: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
     CONVERT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the pool without their scales, `dtype` [keys, BLOCK]; zeros for keys that are not `held`, because their
-    memory could be NaN. `block`: the first element of each key's block."""
+    """Rows of the pool without their scales, `dtype` [keys, BLOCK]. Keys that are not `held` are not loaded, because
+    their memory could be NaN: they are zeros, or -8 with int4. `block`: the first element of each key's block."""
     WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM
     PLACES: tl.constexpr = BLOCK // 2 if KIND == 3 else BLOCK
     place = tl.arange(0, PLACES)

@@ -6,8 +6,8 @@
 cos1 and cos2 are the halves of cos [tokens, rot_dim]; transformers makes them equal. Shapes: q [tokens, heads, dim], k
 and v [tokens, kv_heads, dim], with contiguous heads in each token and any stride over tokens; cos and sin contiguous,
 in q's dtype or float32. The rotated k is written directly to the cache (see store_kv.py). One program rotates several
-heads of one token. The Triton kernel
-can also apply the RMS norms that models such as Qwen3 have on each head of q and k.
+heads of one token. The Triton kernel can first apply the RMS norms that models such as Qwen3 have on each head of q and
+k.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -44,7 +44,7 @@ def _rotate_heads(
     BLOCK: tl.constexpr, weight=None, eps=0.0, OFFSET: tl.constexpr = 0.0,
 ):  # fmt: skip
     """Normalise a token's heads if there is a weight, rotate them, and copy the elements after rot_dim. HALF: at least
-    half of rot_dim. y may be x, without a weight."""
+    half of rot_dim. If there is no weight, y may be x."""
     i = tl.arange(0, HALF)
     half = i < ROT // 2
     mask = inside[:, None] & half[None]
@@ -117,7 +117,7 @@ def _rotary(
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms over each head of q and of k. Weights [dim], in q's dtype. `offset`: as RmsNorm has it."""
+    """RMS norms over each head of q and of k. Weights [dim], in q's dtype. `offset`: that of RmsNorm."""
 
     q_weight: Tensor
     k_weight: Tensor
@@ -154,8 +154,8 @@ def launch_with_norms(
 ) -> Tensor:
     """`rotary_and_store` of the normalised heads of q and k, in one Triton kernel.
 
-    The norms have RmsNorm's operations and roundings: each is rounded to q's dtype before the rotation. Only the order
-    in which the squares of a head are added is this kernel's own.
+    The norms have RmsNorm's operations and roundings: a norm is rounded to q's dtype before the rotation. Only the
+    order in which a head's squares are added may differ from RmsNorm's.
     """
     _check(q, k, v, cos, sin, slot_mapping, cache.kv_heads, cache.head_dim, cache.device)
     _check_norms(q, norms.q_weight, norms.k_weight)

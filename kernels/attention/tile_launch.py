@@ -15,9 +15,9 @@ from coatcheck.kernels.gpu_properties import GpuProperties
 
 _MEDIUM_ROWS = 64
 _Parameters = tuple[int, int, int, int, int]  # BLOCK_M, BLOCK_N, BLOCK_D, warps, stages
-# Programs for each processor: no more than fit at once, because a program that waits for another ends late. Of short
-# tiles of heads of 128 two fit into an H100's registers and shared memory; with three, decodes took up to 1.36 times as
-# long.
+# Programs of a plan for each processor: no more than run at once, because a program that waits for a place ends late.
+# Two with short tiles of heads of 128 fit into an H100's registers and shared memory; with three, decodes took up to
+# 1.36 times as long.
 _SHORT_PROGRAMS, _WIDE_PROGRAMS = 2, 2
 
 

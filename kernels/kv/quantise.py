@@ -6,8 +6,8 @@ A row is one head of one token. The dtypes are float8_e4m3fn (max_value 448), in
 round to nearest even. Byte i of an int4 row has element i, plus 8, in its low nibble, and element i + head_dim / 2,
 plus 8, in its high nibble. A row of zeros has scale 0.
 
-Attention over keys and values never multiplies elements by scales: the scale of a key multiplies its scores, and the
-scale of a value its weight.
+Attention never multiplies elements by scales: the scale of a key multiplies its scores, the scale of a value its
+weight, and the scale of a latent both.
 
 Linears over quantised weights (kernels/layers) convert their codes and scales by the functions of this file, too.
 """
@@ -48,8 +48,8 @@ _PTX_INT4 = tl.constexpr(
     "prmt.b32 d, c, 0x64646464, 0x4342; prmt.b32 c, c, 0x64646464, 0x4140;"
     "sub.f16x2 $0, a, e; sub.f16x2 $1, b, e; sub.f16x2 $2, c, e; sub.f16x2 $3, d, e; }"
 )
-# The same to four bfloat16. A bfloat16 with the high byte 0x43 and the low byte b < 128 is 128 + b; 0x4380 is 256. The
-# bits of an e4m3 number, shifted, are 2^-120 times its value, and NaN becomes 480.
+# These convert them to four bfloat16. A bfloat16 with the high byte 0x43 and the low byte b < 128 is 128 + b; 0x4380 is
+# 256. The bits of an e4m3 number, shifted, are 2^-120 times its value, and NaN becomes 480.
 _PTX_FP8_BF16 = tl.constexpr(
     "{ .reg .b32 a, b, c, d, e, f; prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424; mov.b32 e, 0x7B807B80;"
     "mov.b32 f, 0x80008000; shr.u32 c, a, 4; and.b32 c, c, 0x07F007F0; and.b32 a, a, f; or.b32 a, a, c;"
@@ -197,7 +197,8 @@ def _e2m1_halves(x, CONVERT: tl.constexpr, dtype: tl.constexpr, FREE: tl.constex
 
 @triton.jit
 def _scaled(numbers, scale, zeros, zero, CONVERT: tl.constexpr):
-    """(`numbers` - zero) * scale, rounded once to the dtype of numbers. Products of bfloat16 need no float32."""
+    """(`numbers` - zero) * scale, rounded once to the dtype of `numbers`. A product of two bfloat16 numbers is rounded
+    once also without float32."""
     is_narrow: tl.constexpr = numbers.dtype == tl.bfloat16 and CONVERT >= 2
     is_exact: tl.constexpr = scale.dtype == tl.bfloat16 or scale.dtype == tl.uint8
     if is_narrow and is_exact and zeros is None:
@@ -212,7 +213,8 @@ def _scaled(numbers, scale, zeros, zero, CONVERT: tl.constexpr):
 
 @triton.jit
 def _by_group(numbers, of_group, SUBTRACT: tl.constexpr):
-    """`numbers` [N, STEP] times `of_group`, or less it: [N], or [N, groups] if several groups share the columns."""
+    """`numbers` [N, STEP] times `of_group`, or with SUBTRACT minus `of_group`, which is [N], or [N, groups] if several
+    groups share the columns."""
     shape: tl.constexpr = numbers.shape
     if len(of_group.shape) == 1:
         result = numbers - of_group[:, None] if SUBTRACT else numbers * of_group[:, None]

@@ -28,7 +28,7 @@ NATIVE_MAX_DIM = 512  # the largest head_dim that the C library stores
 
 @triton.jit
 def _head_roots(x, x_row, heads, inside, eps, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """What an RMS norm divides each of a token's heads by: float32 [heads]."""
+    """sqrt(mean(h ** 2) + eps) of each of a token's heads, the divisor of its RMS norm: float32 [heads]."""
     i = tl.arange(0, BLOCK)
     h = tl.load(x + heads[:, None] * x_row + i[None], inside[:, None] & (i < DIM)[None], other=0.0).to(tl.float32)
     return tl.sqrt(tl.sum(h * h, 1) / DIM + eps)
@@ -36,8 +36,8 @@ def _head_roots(x, x_row, heads, inside, eps, DIM: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def _normed(own, roots, weight, i, within, OFFSET: tl.constexpr):
-    """Elements i of heads after the RMS norm of layers/rms_norm.py, with its roundings. `within`: whether i is less
-    than dim. Without a weight: `own`."""
+    """Elements i of heads after the RMS norm of layers/rms_norm.py, with its roundings. `own`: the elements before it,
+    which are returned unchanged without a weight. `roots`: of `_head_roots`. `within`: which i are used."""
     if weight is not None:
         h = own.to(tl.float32) / roots[:, None]
         w = tl.load(weight + i, within, other=0.0).to(tl.float32) + OFFSET

@@ -35,7 +35,7 @@ from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, _s
 from coatcheck.kernels.layers.route import sort_pairs
 from coatcheck.kernels.layers.w8a8_linear import _multiply_codes
 
-# With more rows per expert than these, on average, tiles have 64 rows, or 128.
+# With more pairs than 16 for each expert that the rank holds, tiles have 64 rows; with more than 128 pairs, 128 rows.
 _HIGH_FROM, _HIGHEST_FROM = 16, 128
 _COLUMNS: int = 1024  # columns that a program of the weighted sum computes
 _MAX_QUANTISED_STAGES: int = 3  # more may not fit into shared memory beside the weights of a tile
@@ -64,7 +64,7 @@ def pick_launch(
     batch_invariant: bool = False,
 ) -> GroupedLaunch:  # fmt: skip
     """The tile of plain weights. `pairs`: tokens times choices. `experts`: how many experts the rank holds. `of_codes`:
-    activations are quantised for one of the products; with 128 rows their sums would spill."""
+    whether activations are quantised for one of the products; with 128 rows its sums would spill registers."""
     # float32 products with 64 rows would spill.
     block_m, block_n, block_k = (64, 64, 64) if element_size == 2 else (32, 64, 32)
     num_warps = 4

@@ -5,8 +5,8 @@ y [..., out_features], contiguous. The weight is packed once and the plain weigh
 
     native   CPU with the C library, bfloat16 or float32: panels of 16 features (kernels/csrc/linear.h)
     onednn   CPU without the C library, or for which it has only its generic kernels: oneDNN's blocked form
-    triton   GPU, a QuantisedWeight: quantised_linear.py, or with quantised activations w8a8_linear.py. Many rows are
-             multiplied by `F.linear` with the dequantised weight, but not with `batch_invariant`.
+    triton   GPU, a QuantisedWeight: quantised_linear.py, or with quantised activations w8a8_linear.py. The first leaves
+             many rows to a library, with the dequantised weight, but not with `batch_invariant`.
     plain    everything else: `F.linear`, or on a GPU with `batch_invariant` invariant_linear.py
 
 A QuantisedWeight stays quantised in the native and triton forms, if `holds_quantised` says so; the other forms
@@ -184,15 +184,15 @@ class PackedLinear(nn.Module):
 
 
 _DEQUANTISED = 64 << 20  # bytes of a weight that are dequantised at a time
-_FEATURES = 128  # libraries compute tiles of as many features
+_FEATURES = 128  # a slice has a multiple of this many features, the width of a library's tiles
 
 
 def multiply_dequantised(codes: Codes, x: Tensor, bias: Tensor | None, *, most: int = _DEQUANTISED) -> Tensor:
-    """x [rows, depth] -> y by the library. With many rows it is faster than the kernel, because dequantising takes the
-    same time for any number of rows.
+    """x [rows, depth] -> y by torch's library, with the dequantised weight. With many rows that is faster than the
+    kernel, because dequantising takes the same time for any number of rows.
 
-    A weight of more than `most` bytes is dequantised in slices of its features. A rank runs its largest step before it
-    counts the memory that the KV pool may take, so this counts the slices.
+    A weight that takes more than `most` bytes when it is dequantised is multiplied in slices of its features. A rank
+    runs its largest steps before it measures the memory that is left for the KV pool, so it has taken a slice's memory.
     """
     features, depth = codes.shape
     slices = -(-features * depth * x.element_size() // most)

@@ -3,17 +3,18 @@
     weight[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g],  g = k // group
 
 A program reads a tile of codes, converts it to the dtype of x in registers, which is exact, and multiplies it with a
-tile of x. The scale of a group multiplies the group's sums, or, where groups are short or tiles are high, the numbers,
-whose products are then rounded to the dtype of x. The weights are the left operand, because matrix units that can read
-an operand from registers can read the left one. Scales are read one step ahead.
+tile of x. The scale of a group multiplies the sums of the group's columns. Where groups are short or tiles are high, it
+multiplies the codes before the product, and they are rounded to the dtype of x. The weight is the left operand, because
+matrix units that read an operand from registers read the left one. Scales are loaded one step ahead.
 
-Few rows make too few tiles to fill the GPU. Then several programs share a tile, each sums one unit of the columns
-(split-K), and the last one to finish adds the units' sums, in the order of the columns. So the bits do not depend on
-which one that is. The units depend on the weight, the tile and the GPU, not on the number of rows.
+Few rows make too few tiles to fill the GPU. Then the columns are divided into units (split-K): each program sums one
+unit of a tile, and the program that finishes last adds the sums of all units, in the order of the columns. So the bits
+do not depend on which program is last.
 
-linear.py lets a library multiply more than MANY rows, with rows of the weight that `dequantise_rows` has written. With
-`batch_invariant` this kernel does, all tiles have one height, because the order of a sum may depend on it, and with
-many rows a program sums all units of its tile.
+linear.py multiplies more than MANY rows by a library, with the weight that `dequantise_rows` writes. With
+`batch_invariant` this kernel multiplies any number of rows. Then all tiles have one height, because the order of a sum
+may depend on it, the units do not depend on the number of rows, and beyond _SPLIT_ROWS rows one program sums all units
+of its tile.
 
 Codes of 4 bits are stored for this kernel in runs of 2 * `step` columns: byte j of a run has column j in its lower half
 and column `step` + j in its upper half, so that each half is multiplied with consecutive columns of x. Integers have 8
@@ -46,12 +47,12 @@ _FEW, _MEDIUM, _HIGH = 16, 64, 128  # the heights of tiles
 MANY = 256  # more rows are multiplied by a library
 _SPLIT_ROWS = 256  # with more rows, one program computes all units of a tile; this bounds the memory of the sums
 _LEAST_UNIT = 512  # columns; shorter units would write more sums than they read of the weight
-_UNIT_STEP = 256  # columns of units are a multiple of this, and this of the columns that are read at a time
-_MOST_TILES = 1 << 16  # tiles that are divided into units
+_UNIT_STEP = 256  # a unit has a multiple of this many columns; every STEP and 2 * HALF of the kernel divides it
+_MOST_TILES = 1 << 16  # the most tiles of a launch that are divided into units
 _STEPS = (128, 64, 32, 16)  # columns
 _LEAST_GROUP = 16  # columns
 _UNPACKED_ROWS = 1 << 14  # rows unpacked at a time by pack_codes: the experts of a layer have millions of rows
-# These numbers of rows lead to every kernel that is launched, here and in w8a8_linear.py.
+# Calls with these numbers of rows launch every variant of the kernels, here and in w8a8_linear.py.
 WARM_UP_ROWS = (1, _FEW + 1, _MEDIUM + 1, _HIGH + 1, MANY + 1)
 
 
@@ -67,9 +68,9 @@ class LinearLaunch(NamedTuple):
 class Codes(NamedTuple):
     """A weight as the kernel reads it.
 
-    `step`: the most columns of a product; the columns of two 4-bit codes in a byte are so far apart. It divides `group`
-    or is a multiple of it. `group`: columns of a group; 0: the whole row. `format`: how the activations that it is
-    multiplied with are quantised; None: they are not.
+    `step`: the distance between the columns of the two 4-bit codes of a byte. It divides `group` or is a multiple of
+    it, and the bytes of a row are padded to a multiple of it. `group`: columns of a group; 0: the whole row. `format`:
+    how the activations are quantised that the weight is multiplied with; None: they are not.
     """
 
     kind: CodeKind
@@ -110,7 +111,7 @@ def step_of(kind: CodeKind, columns: int, group: int, element_size: int) -> int 
 def pick_launch(
     rows: int, w: Codes, element_size: int, gpu: GpuProperties, *, batch_invariant: bool = False
 ) -> tuple[LinearLaunch, int]:
-    """(tile for x [rows, *], columns of a product)."""
+    """(tile for x [rows, depth], columns that one product of the kernel sums: its STEP)."""
     packed, step = w.kind.bits == 4, w.step
     if rows <= _FEW and not batch_invariant:
         block_m, block_n, num_warps, stages = _FEW, 64, 4, 3 if packed else 4
@@ -122,7 +123,7 @@ def pick_launch(
         block_m, block_n, num_warps, stages, step = _HIGH, 128, 8, 4, min(step, 64)
     if w.order is not None:
         step = min(step, 64)  # the addresses of x take registers
-    # A stage holds codes and x. In addition, the weights of one product may pass through shared memory.
+    # A stage holds codes and x. Beside the stages, the converted codes of one product may pass through shared memory.
     stage = step * (block_n + (2 if packed else 1) * block_m * element_size)
     left = gpu.shared - step * block_n * element_size
     while step > 64 and 2 * stage > left:
@@ -133,22 +134,22 @@ def pick_launch(
 def units_of(
     rows: int, w: Codes, launch: LinearLaunch, gpu: GpuProperties, *, batch_invariant: bool = False
 ) -> tuple[int, int]:
-    """(number of units, columns of a unit) of a tile. With `batch_invariant` they do not depend on the number of
-    rows."""
+    """(number of units, columns of a unit), as many units as fill the GPU. With `batch_invariant` they do not depend on
+    the number of rows."""
     features, depth = w.shape
     tiles = triton.cdiv(features, launch.block_n) * (1 if batch_invariant else triton.cdiv(rows, launch.block_m))
-    # So many programs fit onto a multiprocessor, by their registers and shared memory.
+    # The programs that run at once: 4, 2 or 1 on a multiprocessor, by their registers and shared memory.
     places = gpu.processors * (4 if launch.block_m == _FEW else 1 if launch.block_m == _HIGH else 2)
     units = places // tiles
     if units == 1 and launch.block_m == _FEW:
-        units = 2  # the work of multiprocessors differs less
+        units = 2  # shorter programs leave multiprocessors idle for less time at the end
     units = max(1, min(units, depth // _LEAST_UNIT))
     columns = triton.cdiv(triton.cdiv(depth, units), _UNIT_STEP) * _UNIT_STEP
     return triton.cdiv(depth, columns), columns
 
 
 def pack_codes(weight: QuantisedWeight, format: RowFormat | None = None) -> Codes:
-    """`weight` must have a step (`pick_step`). `format`: the one of choose_format of w8a8_linear.py."""
+    """`weight` must have a step (`pick_step`). `format`: what choose_format of w8a8_linear.py chose."""
     step = pick_step(weight)
     assert step is not None, "a weight without a step is dequantised"
     columns = weight.shape[1]
@@ -193,8 +194,8 @@ def quantised_linear(w: Codes, x: Tensor, bias: Tensor | None, *, batch_invarian
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """For each tile the number of programs that have stored their sums: 0 between two launches, which follow one
-    another on one stream."""
+    """For each tile the number of programs that have stored their sums. A launch leaves zeros. All launches of a device
+    share the counters, so no two may run at once: the streams that launch them must wait for one another."""
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
@@ -202,7 +203,7 @@ _DEQUANTISED_ROWS = 32  # of a program
 
 
 def dequantise_rows(w: Codes, first: int, out: Tensor) -> Tensor:
-    """Write the rows from `first` on of the weight into `out` [rows, depth], with the columns of the codes."""
+    """Write rows [`first`, `first` + rows) of the weight into `out` [rows, depth], columns ordered as in the codes."""
     rows, depth = out.shape
     gpu = gpu_properties(out.device)
     _dequantise[(triton.cdiv(w.codes.shape[1], w.step), triton.cdiv(rows, _DEQUANTISED_ROWS))](
@@ -246,7 +247,8 @@ def _quantised_linear(
         size = rows.to(tl.int64) * features
         tl.store(sums + tl.program_id(2) * size + at, part, mask)
         counter = counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        # All threads have stored before one of them counts the program; the count makes the sums visible to others.
+        # All threads store before one of them counts the program. The count is an atomic that acquires and releases at
+        # the scope of the GPU, so the program that counts last sees all sums. It loads them from L2 (.cg).
         tl.debug_barrier()
         units = tl.num_programs(2)
         if tl.atomic_add(counter, 1) != units - 1:
@@ -270,9 +272,9 @@ def _multiply(
     the whole weight. `first` is a multiple of 2 * HALF."""
     dtype: tl.constexpr = x.dtype.element_ty
     packed: tl.constexpr = KIND == 2 or KIND == 4
-    # Whether a scale multiplies the sums of a product, or of the whole row.
+    # Whether scales multiply sums, not codes: the sums of each product, or with GROUP 0 the sums of all columns once.
     of_sums: tl.constexpr = dtype != tl.float32 and (GROUP == 0 or (GROUP % STEP == 0 and BLOCK_M <= 64))
-    # Whether the upper halves of bytes have another group.
+    # Whether the two codes of a byte may lie in different groups.
     two: tl.constexpr = packed and GROUP > 0 and GROUP % (2 * HALF) != 0
     at_code = codes + n.to(tl.int64)[:, None] * row_bytes + tl.arange(0, STEP)[None, :]
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -344,8 +346,8 @@ def _part(x, order, m, has_m, start, depth, STEP: tl.constexpr):
 
 @triton.jit
 def _of_group(scales, zeros, start, n, has_n, features, depth, GROUP: tl.constexpr, STEP: tl.constexpr):
-    """The scales and zero points of the columns from `start` on, as stored: [BLOCK_N], or if several groups share a
-    step [BLOCK_N, groups]. If all columns are past the end, the last group stands in. Without zeros: scales twice."""
+    """The scales and zero points of the STEP columns from `start` on, as stored: [BLOCK_N], or if several groups share
+    a step [BLOCK_N, groups]. Columns past the end get the last group's. Without zeros: the scales twice."""
     if GROUP == 0 or GROUP >= STEP:
         group = tl.minimum(start, depth - 1) // GROUP if GROUP > 0 else 0
         at = tl.cast(group, tl.int64) * features + n
@@ -363,7 +365,7 @@ def _of_group(scales, zeros, start, n, has_n, features, depth, GROUP: tl.constex
 
 @triton.jit
 def _subtract(numbers, zeros, zero):
-    """`numbers` less their zero points, if there are any: integers of at most 8 bits and a sign."""
+    """`numbers` minus their zero points, if there are any: integers from -255 to 255, exact in bfloat16."""
     if zeros is not None:
         return (numbers.to(tl.float32) - zero.to(tl.float32)[:, None]).to(numbers.dtype)
     else:
@@ -375,7 +377,7 @@ def _dequantise(
     codes, scales, zeros, out, first, rows, features, depth, row_bytes,
     KIND: tl.constexpr, CONVERT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program writes a run of BLOCK_N rows."""
+    """One program writes the columns of STEP bytes of BLOCK_N rows. `rows`: of `out`. `features`: of the weight."""
     packed: tl.constexpr = KIND == 2 or KIND == 4
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

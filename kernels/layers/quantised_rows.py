@@ -165,7 +165,7 @@ def quantise_rows_reference(x: Tensor, format: RowFormat) -> QuantisedRows:
     largest, group = _LARGEST[format.kind], format.group or width
     by_group = F.pad(x.float(), (0, -width % group)).view(rows, -1, group)
     top = by_group.abs().amax(2)
-    scales = top / torch.full_like(top, largest)  # on a GPU torch multiplies by the inverse of a number
+    scales = top / torch.full_like(top, largest)  # for a Python number torch multiplies by its inverse on GPUs
     scales = scales.where((scales >= _LEAST_SCALE) | scales.isnan(), 0.0)
     inverse = torch.where(scales == 0, 0.0, 1.0 / scales)
     y = (by_group * inverse[..., None]).clamp(-largest, largest).flatten(1)[:, :width]

@@ -153,7 +153,8 @@ def norm_rotate_and_store(
     q_norm: RmsNorm, k_norm: RmsNorm, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache,
     slot_mapping: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`rotary_and_store` of q_norm(q) and k_norm(k), with norms over each head: one kernel on a GPU."""
+    """`rotary_and_store` of q_norm(q) and k_norm(k), with norms over each head. One kernel on a GPU if both norms have
+    the same eps and offset."""
     shared = q_norm.eps, q_norm.offset
     if not uses_triton(q) or shared != (k_norm.eps, k_norm.offset):
         return rotary_and_store(q_norm(q), k_norm(k), v, cos, sin, cache, slot_mapping)

@@ -40,7 +40,7 @@ from coatcheck.kernels.linear_attention.convolution import _update_window
 from coatcheck.kernels.linear_attention.recurrence import DeltaNetWeights, _beta, _log_decay, _normalised
 from coatcheck.kernels.linear_attention.step_tiles import _find_sequence, count_tiles
 
-# The input_precision of most products. It is passed to each: Triton 3.6 does not compile a string that is a default.
+# The input_precision of most products. It is no default argument: Triton 3.6 does not compile a default that is a str.
 _EXACT = tl.constexpr("ieee")
 MIN_CHUNKED = 32  # a sequence with this many tokens in a step is computed in chunks; at most the size of a chunk
 

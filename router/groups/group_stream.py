@@ -80,7 +80,7 @@ class GroupStream:
                     raise
                 raise GroupSilent(self._reason) from None
             except grpc.aio.AioRpcError:
-                # gRPC swallows a cancellation that arrives while a call is prepared, and the call may fail by itself.
+                # gRPC swallows a cancellation that arrives while it sets up a call, and the call may fail later.
                 if _is_task_cancelled():
                     raise asyncio.CancelledError from None
                 raise
@@ -133,6 +133,6 @@ class GroupStream:
 
 
 def _is_task_cancelled() -> bool:
-    """Whether the present task was asked to end."""
+    """Whether somebody has cancelled the current task."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

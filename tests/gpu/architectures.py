@@ -45,6 +45,6 @@ def _write(name: str, folder: Path) -> Path:
     found = (config for label, config in configs_of(model_type) if not variant or label == name)
     if (config := next(found, None)) is None:
         raise Skipped("transformers does not build it")
-    if getattr(config, "index_topk", _CONTEXT) < _CONTEXT:  # it is the longest context that is served
+    if getattr(config, "index_topk", _CONTEXT) < _CONTEXT:  # index_topk is the longest context that is served
         config.index_topk = _CONTEXT
     return tiny_checkpoint(name.replace("/", "-"), folder, config=config)

@@ -1,8 +1,9 @@
 """Compares what a GPU answers with what the CPU answers.
 
 Random models have near ties, which rounding decides. So two answers are compared up to the first token in which they
-differ. A greedy token may differ if both paths find their own choice about equally likely. A drawn token may differ
-without such a sign, so few drawn answers may. Log-probabilities of a prompt's tokens need no such allowance.
+differ. A greedy token may differ if the two choices have about the same log-probability. A drawn token may differ and
+no log-probability show why, so a few drawn answers may differ. Log-probabilities of a prompt's tokens need no such
+allowance.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """`most`: of the difference of two log-probabilities, for log-probabilities up to 10; above, in proportion.
-    `mean`: of the mean difference over prompts. `parted`: how many drawn answers may part."""
+    `mean`: of the mean difference over prompts. `parted`: how many drawn answers may differ."""
 
     most: float
     mean: float

@@ -10,7 +10,7 @@ class Refused(Exception):
 
 
 class Skipped(Exception):
-    """The case says nothing here; the message is the reason."""
+    """The case cannot run here; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ PARTS: dict[str, Part] = {
 
 
 def list_cases(only: str, *, whole: bool) -> list[str]:
-    """The cases whose name begins with one of `only`, which has commas between; all for ""."""
+    """The cases that begin with one of `only`, which are separated by commas. All cases if `only` is ""."""
     every = [f"{part}: {name}" for part, module in PARTS.items() for name in module.names(whole)]
     chosen = tuple(prefix.strip() for prefix in only.split(",") if prefix.strip())
     return [case for case in every if not chosen or case.startswith(chosen)]

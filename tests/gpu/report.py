@@ -1,4 +1,4 @@
-"""Report: shows outcomes as they come on stderr, and makes the table and the JSON object of all."""
+"""Report: prints each outcome on stderr when it comes, and makes a table and a JSON object of all outcomes."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ class Report:
         print(line, file=sys.stderr, flush=True)
 
     def table(self) -> str:
-        """What failed and what was refused or skipped with the reasons, then counts for each part."""
+        """The cases that failed, were refused or were skipped, with reasons; then counts for each part."""
         lines = [f"{name}: {value}" for name, value in self._facts.items()]
         for result in _RESULTS[1:]:
             found = sorted((one for one in self._outcomes if one.result == result), key=lambda one: one.case)

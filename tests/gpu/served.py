@@ -70,7 +70,7 @@ def _make_crowd() -> list[list[int]]:
     return [[source.randrange(3, VOCAB) for _ in range(31)] for _ in range(_SEQUENCES)]
 
 
-PROMPTS_SCORED = make_prompts(_LONGEST - _TOKENS)[-2:]  # of a model that takes so many tokens
+PROMPTS_SCORED = make_prompts(_LONGEST - _TOKENS)[-2:]  # of models that serve _LONGEST tokens
 
 
 def serve_tiny(

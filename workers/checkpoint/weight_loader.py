@@ -172,7 +172,7 @@ def _zero_absent_corrections(
     model: PreTrainedModel, parameters: dict[str, Tensor], loaded: set[str], device: torch.device
 ) -> int:
     """Set the biases by which experts are chosen to zero, if the checkpoint lacks them and transformers allows that.
-    A.X-K1 has none, which transformers 5.17 does not know. Adds their names to `loaded` and returns their bytes."""
+    A.X-K1 has none, but transformers 5.17 demands them. Adds their names to `loaded` and returns their bytes."""
     held = 0
     patterns = [r"\.e_score_correction_bias$"] if model.config.model_type == "axk1" else []
     patterns += model._keys_to_ignore_on_load_missing or ()

@@ -146,7 +146,7 @@ class FusedBody:
         dtype and the device of its first argument."""
         like = torch.empty(1, 1, 0, dtype=self._dtype, device=positions.device)
         batch = positions[None]
-        if hasattr(self.rotary, "mrope_section"):  # qwen3_5: transformers 5.17 asks for a row for each of time, y and x
+        if hasattr(self.rotary, "mrope_section"):  # qwen3_5: transformers 5.17 takes positions in time, y and x
             batch = batch.expand(3, 1, -1)
         arguments = (like, batch) if rope_type is None else (like, batch, rope_type)
         tables = self.rotary(*arguments)

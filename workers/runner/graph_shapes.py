@@ -13,9 +13,9 @@ from coatcheck.workers.core.step_plan import ScheduledSequence
 
 # A decode reads all weights and each sequence's keys: time grows slowly with padding, so the sizes double at first.
 _DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-# From about 256 tokens on a step's time is that of its products, so the sizes are close together there: a step of more
-# than 192 tokens is padded by a fourth at most. Beyond 2048 tokens the products of models of a billion weights and more
-# take longer than their launches: on the host of an H100 a layer's launches took the host 1.1 ms.
+# From about 256 tokens on a step's time is that of its products, so the sizes are close together there: in a shape with
+# 256 tokens or more at most a fourth is padding. Beyond 2048 tokens the products of a model with a billion parameters
+# or more take longer than its launches, for which the host of an H100 took 1.1 ms a layer.
 _CHUNK_SIZES = (
     8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048
 )  # fmt: skip
