@@ -33,7 +33,7 @@ from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.model.model_rules import check_host_tier
 from coatcheck.workers.runner.block_copier import make_copier, num_staging_blocks
 from coatcheck.workers.runner.cuda_graphs import Progress
-from coatcheck.workers.runner.graph_shapes import GraphSizes, capture_sizes
+from coatcheck.workers.runner.graph_shapes import GraphSizes, capture_sizes, limit_graphs
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.memory_budget import MemoryBudget, check_weights_fit, free_gpu_bytes, subtract_states
 from coatcheck.workers.runner.model_runner import ModelRunner
@@ -45,9 +45,6 @@ _log = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 64
 _MEASURED_TOKENS = 256  # in the small KV pool of _measure_free_gpu_bytes
-# Tokens of the largest CUDA graph if ranks divide each block's tokens. In larger steps the ranks may gather the
-# contexts, for which no graph is captured.
-_LARGEST_WITH_TOKEN_SHARDS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +206,7 @@ def _measure_free_gpu_bytes(
     pool = allocate_kv_pool(layout, -(-_MEASURED_TOKENS // config.block_size), device)
     memory = MemoryBudget(layout, pool, None)
     runner = _build_runner(config, model, memory, communicator, model.spec.max_model_len)
-    runner.warm_up(progress)
+    runner.warm_up(progress, max_batch_tokens=config.max_batch_tokens)
     _run_largest_steps(config, runner)
     free, total = gpu_memory(device)
     unmeasured = runner.unmeasured_bytes  # the serving runner may need these besides
@@ -251,9 +248,11 @@ def _build_runner(
 def _graph_sizes(config: GroupConfig, model: Model, device: torch.device) -> GraphSizes:
     if device.type != "cuda" or not model.supports_cuda_graphs:
         return GraphSizes()
-    largest = config.max_cudagraph_capture_size
-    if any(layer.token_shards > 1 for layer in model.spec.layers):
-        largest = min(largest, _LARGEST_WITH_TOKEN_SHARDS)
+    largest = limit_graphs(
+        config.max_cudagraph_capture_size,
+        max_blocks=-(-model.spec.max_model_len // config.block_size),
+        divides_tokens=any(layer.token_shards > 1 for layer in model.spec.layers),
+    )
     return capture_sizes(config.max_num_seqs, config.max_batch_tokens, largest)
 
 
@@ -272,7 +271,7 @@ def _warm_up(config: GroupConfig, runner: ModelRunner, memory: MemoryBudget, pro
     on_gpu = memory.pool.device.type == "cuda"
     if on_gpu:
         # The largest steps, so that a step that does not fit in memory beside the pool fails now, not under load.
-        runner.warm_up(progress)
+        runner.warm_up(progress, max_batch_tokens=config.max_batch_tokens)
         _run_largest_steps(config, runner)
     else:
         num_tokens = min(_WARM_UP_TOKENS, config.max_batch_tokens, runner.max_model_len)

@@ -196,9 +196,11 @@ class PackedExperts(nn.Module):
         sizes = (self.count, self.hidden, self.inner, self.top_k, self.activation)
         return *sizes, self.gate_up_bias is None, self.down_bias is None, *codes
 
-    def compile_kernels(self) -> None:
-        """Launch every kernel variant of the triton form once, so that none compiles later; nothing in other forms."""
-        for tokens in grouped_gemm.warm_up_lengths(self.top_k, self.count) if self.form == "triton" else ():
+    def compile_kernels(self, max_tokens: int) -> None:
+        """Launch every kernel variant of the triton form that at most `max_tokens` can need once, so that none compiles
+        later; nothing in other forms."""
+        lengths = grouped_gemm.warm_up_lengths(self.top_k, self.count) if self.form == "triton" else ()
+        for tokens in (length for length in lengths if length <= max_tokens):
             x = torch.zeros((tokens, self.hidden), dtype=self.dtype, device=self.device)
             ids = torch.zeros((tokens, self.top_k), dtype=torch.int32, device=self.device)
             self(x, ids, torch.zeros_like(ids, dtype=torch.float32))

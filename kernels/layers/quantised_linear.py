@@ -188,6 +188,7 @@ def quantised_linear(w: Codes, x: Tensor, bias: Tensor | None, *, batch_invarian
         depth, w.codes.shape[1], columns, KIND=int(w.kind), CONVERT=gpu.convert, GROUP=w.group, HALF=w.step, STEP=step,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         WHOLE=units == 1, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        enable_fp_fusion=w.group > 0 or not batch_invariant or x.dtype == torch.float32,  # see the end of _multiply
     )  # fmt: skip
     return y
 

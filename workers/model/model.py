@@ -121,15 +121,16 @@ class Model:
         return self._body(input_ids, positions, metadata, layer_caches, logits_indices)
 
     @torch.inference_mode()
-    def compile_products(self) -> None:
-        """Launch every kernel variant of experts and linears once. Modules of one variant share their kernels."""
+    def compile_products(self, max_tokens: int) -> None:
+        """Launch every kernel variant of experts and linears that a step of `max_tokens` can need once. Modules of one
+        variant share their kernels."""
         heads = [module for module in self._head.model.modules() if isinstance(module, PackedLinear)]
         linears = {linear.variant: linear for linear in (*self._body.linears(), *heads)}
         experts = {layer.variant: layer for layer in self._body.experts()}
         for linear in linears.values():
             linear.compile_kernels()
         for layer in experts.values():
-            layer.compile_kernels()
+            layer.compile_kernels(max_tokens)
 
     def padding_bytes(self) -> int:
         """Bytes of zeros that fill the tiles of linears and experts; `spec.weight_bytes` does not count them."""

@@ -21,6 +21,10 @@ _CHUNK_SIZES = (
 )  # fmt: skip
 
 
+_MODERATE = 512  # tokens of a graph that every model may have
+_MAX_TABLES_BYTES = 64 << 20
+
+
 class GraphSizes(NamedTuple):
     """Ascending numbers of tokens. `decodes`: of steps of decodes alone, which are also the numbers of rows that are
     sampled. `chunks`: of steps with chunks of prompts."""
@@ -46,6 +50,17 @@ def capture_sizes(max_num_seqs: int, max_batch_tokens: int, largest: int) -> Gra
         _up_to(min(max_num_seqs, max_batch_tokens, largest), _DECODE_SIZES),
         _up_to(min(max_batch_tokens, largest), _CHUNK_SIZES),
     )
+
+
+def limit_graphs(wanted: int, *, max_blocks: int, divides_tokens: bool) -> int:
+    """The tokens of the largest graph, if `wanted` are configured.
+
+    `max_blocks`: of a sequence. A graph gathers a row of so many block numbers for each of its tokens, and these must
+    not take more than 64 MiB. `divides_tokens`: whether the ranks divide each block's tokens. In steps of more than 512
+    tokens they may then gather the contexts, for which no graph is captured.
+    """
+    fitting = max(_MODERATE, _MAX_TABLES_BYTES // (4 * max_blocks))
+    return min(wanted, _MODERATE if divides_tokens else fitting)
 
 
 def _up_to(largest: int, sizes: Sequence[int]) -> tuple[int, ...]:

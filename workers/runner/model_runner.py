@@ -12,6 +12,7 @@ If the rows have few tokens, 2 and 3 are replays of CUDA graphs.
 Sampled tokens therefore never go through the host before the next step, and steps can be launched ahead.
 """
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
@@ -318,10 +319,13 @@ class ModelRunner:
         return reports
 
     @torch.inference_mode()
-    def warm_up(self, progress: Progress = lambda done, total: None) -> None:
+    def warm_up(
+        self, progress: Progress = lambda done, total: None, *, max_batch_tokens: int = sys.maxsize
+    ) -> None:  # fmt: skip
         """Launch every kernel that serving can need, then capture the CUDA graphs, so nothing compiles while serving.
 
-        `progress`: called with the number of graphs that are captured, and of all graphs.
+        `progress`: called with the number of graphs that are captured, and of all graphs. `max_batch_tokens`: of the
+        largest step, so that no kernel takes more memory than it does.
         All ranks call this together, before the first plan: it overwrites the pool and the batch state.
         """
         vocab, size = self.model.spec.vocab_size, self._layout.block_size
@@ -334,7 +338,7 @@ class ModelRunner:
             block_size=size,
         ):
             self.launch(plan).wait()
-        self.model.compile_products()
+        self.model.compile_products(max_batch_tokens)
         logits, mask = torch.zeros(1, vocab, device=self._device), [[-1] * -(-vocab // 32)]
         apply_token_mask(logits, self._int64([0]), self._int32(mask))
         self.graphs.capture(progress)

@@ -57,6 +57,7 @@ def products(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -> 
         for kind, group, scales in _CODES if dtype == dtypes[0] else _CODES[:1]:
             is_high = kind is CodeKind.INT4 and dtype == dtypes[0]
             quantised_product(dtype, kind, group, scales, tokens=32 * EXPERTS // TOP_K + 1 if is_high else 5)
+    warmed_up()
     experts = experts_of(torch.float32)[0]
     none = torch.zeros(0, HIDDEN)
     assert experts(none, torch.zeros(0, TOP_K, dtype=torch.int32), torch.zeros(0, TOP_K)).shape == (0, HIDDEN)
@@ -211,6 +212,16 @@ def experts_of(
     )  # fmt: skip
     assert experts.form == "triton"
     return experts, gate_up, down, (biases[0], biases[1])
+
+
+def warmed_up() -> None:
+    """The warm-up computes no more tokens than the largest step has."""
+    experts = experts_of(torch.float32)[0]
+    with patch.object(PackedExperts, "forward") as forward:
+        experts.compile_kernels(40)
+        few = [len(call.args[0]) for call in forward.call_args_list]
+        experts.compile_kernels(10_000)
+    assert few and max(few) <= 40 and forward.call_count > 2 * len(few)
 
 
 def neighbours(dtype: torch.dtype, batch_invariant: bool) -> None:

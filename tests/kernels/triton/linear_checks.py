@@ -93,8 +93,8 @@ _ROUNDING = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 def alone(dtype: torch.dtype) -> None:
     """With `batch_invariant` a row has the same bits alone and among others, also if separate programs compute units of
     its columns beside few rows, and one program all of them beside many. Small groups are dequantised."""
-    for depth in (96, 1200):
-        linear = PackedLinear(random_weight(CodeKind.INT4, 40, depth, 32, dtype), batch_invariant=True)
+    for kind, depth, group in ((CodeKind.INT4, 96, 32), (CodeKind.INT4, 1200, 32), (CodeKind.INT8, 1200, 1200)):
+        linear = PackedLinear(random_weight(kind, 40, depth, group, dtype), batch_invariant=True)
         x = torch.randn(WARM_UP_ROWS[-1], depth).to(dtype)
         whole = linear(x)
         for part in (slice(3, 4), slice(50, 70)):

@@ -23,7 +23,7 @@ from coatcheck.workers.attention.attention_backend import StepShape
 from coatcheck.workers.core.step_plan import ScheduledSequence
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import load_model
-from coatcheck.workers.runner.graph_shapes import GraphSizes, capture_sizes, pick_shape
+from coatcheck.workers.runner.graph_shapes import GraphSizes, capture_sizes, limit_graphs, pick_shape
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.quantised_checkpoints import FORMATS
 from tests.workers.ranks import run_ranks
@@ -75,6 +75,22 @@ def test_a_step_takes_the_smallest_shape_of_its_kind(
     shapes = GraphSizes((2, 4), (8, 16)).shapes((4, 4))
     assert len(shapes) == 6
     assert pick_shape(rows, shapes, (4, 4)) == shape
+
+
+@pytest.mark.parametrize(
+    ("wanted", "max_blocks", "divides_tokens", "largest"),
+    [
+        (2048, 8192, False, 2048),  # 131,072 tokens in blocks of 16: 64 MiB
+        (2048, 16384, False, 1024),
+        (2048, 1 << 16, False, 512),
+        (2048, 8192, True, 512),
+        (256, 1 << 16, True, 256),
+        (0, 1, False, 0),
+    ],
+)
+def test_large_graphs_are_limited(wanted: int, max_blocks: int, divides_tokens: bool, largest: int) -> None:
+    """Long block tables and ranks that divide tokens limit the largest graph to no less than 512 tokens."""
+    assert limit_graphs(wanted, max_blocks=max_blocks, divides_tokens=divides_tokens) == largest
 
 
 def test_a_row_with_short_tiles_in_some_layers_takes_a_shape_with_both() -> None:
