@@ -20,7 +20,6 @@ _CHUNK_SIZES = (
     8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048
 )  # fmt: skip
 
-
 _MODERATE = 512  # tokens of a graph that every model may have
 _MAX_TABLES_BYTES = 64 << 20
 
@@ -55,8 +54,8 @@ def capture_sizes(max_num_seqs: int, max_batch_tokens: int, largest: int) -> Gra
 def limit_graphs(wanted: int, *, max_blocks: int, divides_tokens: bool) -> int:
     """The tokens of the largest graph, if `wanted` are configured.
 
-    `max_blocks`: of a sequence. A graph gathers a row of so many block numbers for each of its tokens, and these must
-    not take more than 64 MiB. `divides_tokens`: whether the ranks divide each block's tokens. In steps of more than 512
+    `max_blocks`: of a sequence. A graph gathers `max_blocks` block numbers for each of its tokens. Beyond 512 tokens
+    they may take 64 MiB at most. `divides_tokens`: whether the ranks divide each block's tokens. In steps of more than 512
     tokens they may then gather the contexts, for which no graph is captured.
     """
     fitting = max(_MODERATE, _MAX_TABLES_BYTES // (4 * max_blocks))
