@@ -19,6 +19,15 @@ from coatcheck.workers.runner.kv_memory import allocate_kv_pool, make_layer_cach
 BLOCK = 16
 
 
+def shuffled_tables(per_seq: Sequence[int], device: torch.device) -> Tensor:
+    """Block tables, int32 [sequences, max(per_seq)], of sequences with `per_seq` blocks each, in random order."""
+    blocks = torch.randperm(sum(per_seq), dtype=torch.int32).to(device)
+    tables = torch.zeros(len(per_seq), max(per_seq), dtype=torch.int32, device=device)
+    for row, own in enumerate(blocks.split(list(per_seq))):
+        tables[row, : len(own)] = own
+    return tables
+
+
 class Batch:
     """Sequences of (q_len, seq_len) with random keys and values, in shuffled blocks of one layer's pool."""
 
@@ -32,12 +41,8 @@ class Batch:
         self.pool = allocate_kv_pool(layout, sum(per_seq), device)
         self.cache: KVCache = make_layer_caches(layout, self.pool)[0]
         self.kv_bytes = sum(seq_len for _, seq_len in lengths) * layout.bytes_per_token
-        blocks = torch.randperm(sum(per_seq), dtype=torch.int32).to(device)
-        self.tables = torch.zeros(len(lengths), max(per_seq), dtype=torch.int32, device=device)
-        used = 0
-        for row, ((_, seq_len), count) in enumerate(zip(lengths, per_seq, strict=True)):
-            self.tables[row, :count] = blocks[used : used + count]
-            used += count
+        self.tables = shuffled_tables(per_seq, device)
+        for row, (_, seq_len) in enumerate(lengths):
             at = torch.arange(seq_len, device=device)
             slots = self.tables[row, at // BLOCK].long() * BLOCK + at % BLOCK
             for part in slots.split(1 << 16):

@@ -119,3 +119,12 @@ def measure_roofs(device: torch.device, *, quick: bool) -> Roofs:
 
 def _fastest(work: Work, device: torch.device) -> float:
     return min(seconds(work, device, times=3) for _ in range(_ROUNDS))
+
+
+def is_usable(device: torch.device) -> bool:
+    """Whether calls on the device succeed. After a kernel's fault none does."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from coatcheck.bench.gpu_cases.batch import shuffled_tables
 from coatcheck.bench.gpu_cases.clock import Roofs, seconds
 from coatcheck.bench.gpu_cases.table import Measurement, or_failure
 from coatcheck.kernels.attention.latent_attention import latent_attention, latent_attention_reference
@@ -72,12 +73,8 @@ class _LatentBatch:
         pool = allocate_kv_pool(layout, sum(per_seq), device)
         self.cache: LatentCache = make_latent_caches(layout, pool)[0]
         self.kv_bytes = sum(seq_len for _, seq_len in lengths) * layout.bytes_per_token
-        blocks = torch.randperm(sum(per_seq), dtype=torch.int32).to(device)
-        self.tables = torch.zeros(len(lengths), max(per_seq), dtype=torch.int32, device=device)
-        used = 0
-        for row, ((_, seq_len), count) in enumerate(zip(lengths, per_seq, strict=True)):
-            self.tables[row, :count] = blocks[used : used + count]
-            used += count
+        self.tables = shuffled_tables(per_seq, device)
+        for row, (_, seq_len) in enumerate(lengths):
             at = torch.arange(seq_len, device=device)
             slots = self.tables[row, at // _BLOCK].long() * _BLOCK + at % _BLOCK
             latent, rope_keys = (torch.randn(seq_len, dim, device=device).bfloat16() for dim in (rank, rope))

@@ -34,7 +34,7 @@ from coatcheck.bench.gpu_cases import ranks as gpu_ranks
 from coatcheck.bench.gpu_cases import rows as gpu_rows
 from coatcheck.bench.gpu_cases import steps as gpu_steps
 from coatcheck.bench.gpu_cases import tune as gpu_tune
-from coatcheck.bench.gpu_cases.clock import Roofs, measure_roofs
+from coatcheck.bench.gpu_cases.clock import Roofs, is_usable, measure_roofs
 from coatcheck.bench.gpu_cases.table import Measurement, Table
 
 Part = Callable[..., Iterator[Measurement]]
@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> int:
     table.print_head()
     for name in wanted:
         run_part(name, table, device, roofs, quick=options.quick, minutes=options.minutes)
-        if device.type == "cuda" and not _is_usable(device):
+        if device.type == "cuda" and not is_usable(device):
             return DEVICE_LOST
     table.facts["seconds"] = round(table.seconds)
     table.save()
@@ -166,15 +166,6 @@ def _run_for(command: Sequence[str], limit: float) -> int | None:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _is_usable(device: torch.device) -> bool:
-    """Whether calls on the device succeed. After a kernel's fault none does."""
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return False
-    return True
 
 
 def run_part(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from coatcheck.bench.gpu_cases.clock import is_usable
 from tests.gpu.outcome import Outcome, Refused, Skipped
 from tests.gpu.parts import run_case
 
@@ -36,7 +37,7 @@ def serve_cases(device: torch.device, logs: Path) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
         print(outcome.to_json(), file=reports)
-        if device.type == "cuda" and not _is_usable(device):
+        if device.type == "cuda" and not is_usable(device):
             return DEVICE_LOST
     return 0
 
@@ -61,11 +62,3 @@ def _run(case: str, device: torch.device) -> Outcome:
     except Exception as error:
         traceback.print_exc()
         return Outcome(case, "failed", seconds(), f"{type(error).__name__}: {error}"[:2000])
-
-
-def _is_usable(device: torch.device) -> bool:
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return False
-    return True

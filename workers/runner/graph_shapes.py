@@ -55,8 +55,9 @@ def limit_graphs(wanted: int, *, max_blocks: int, divides_tokens: bool) -> int:
     """The tokens of the largest graph, if `wanted` are configured.
 
     `max_blocks`: of a sequence. A graph gathers `max_blocks` block numbers for each of its tokens. Beyond 512 tokens
-    they may take 64 MiB at most. `divides_tokens`: whether the ranks divide each block's tokens. In steps of more than 512
-    tokens they may then gather the contexts, for which no graph is captured.
+    they may take 64 MiB at most.
+    `divides_tokens`: whether the ranks divide each block's tokens. In steps of more than 512 tokens they may then
+    gather the contexts, for which no graph is captured.
     """
     fitting = max(_MODERATE, _MAX_TABLES_BYTES // (4 * max_blocks))
     return min(wanted, _MODERATE if divides_tokens else fitting)
