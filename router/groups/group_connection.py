@@ -31,6 +31,7 @@ from coatcheck.proto.stubs.worker_pb2 import (
 )
 from coatcheck.proto.tracing import NO_TRACE_CONTEXT
 from coatcheck.router.config import RouterConfig
+from coatcheck.router.groups.attach_log import AttachLog
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_failures import FailureCause, GroupEjected, GroupFailures
 from coatcheck.router.groups.group_load import GroupLoad
@@ -82,6 +83,7 @@ class GroupConnection:
         self._config = config
         self._failure_notice = FailureNotice()  # of the present stream; empty if the group has sent none
         self._is_slow = False  # ejected because it is slow, and not attached since
+        self._attach_log = AttachLog(endpoint.name)
         self._pause_ended = asyncio.Event()
         self._stream = self._new_stream()
         self._last_id = 0
@@ -160,10 +162,13 @@ class GroupConnection:
         backoff = _FIRST_BACKOFF
         while True:
             try:
-                attached = await self._attach()
-                backoff = _FIRST_BACKOFF if attached else min(backoff * 2, _LONGEST_BACKOFF)
+                if await self._attach():
+                    backoff = _FIRST_BACKOFF
+                else:
+                    backoff = min(backoff * 2, _LONGEST_BACKOFF)
+                    self._attach_log.record_failure(self.endpoint.address, self.detached_because)
             except GroupEjected as error:
-                _log.error("group %s is ejected: %s", self.name, error)
+                self._attach_log.record_ejection(str(error), error.__cause__)
                 backoff = _LONGEST_BACKOFF  # the next attempt will most likely find the same group
                 await self._wait_for_end_of_pause(error.pause)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
@@ -190,7 +195,6 @@ class GroupConnection:
             self._is_slow = bool(error.pause)
             raise
         except Exception as error:  # whatever a group sends, this router continues to serve the others
-            _log.exception("group %s: its stream could not be read", self.name)
             self._record_ejection(f"its stream could not be read: {error}")
             raise GroupEjected(self.detached_because) from error  # an immediate attempt would fail in the same way
         finally:
@@ -229,6 +233,7 @@ class GroupConnection:
         if reason := registration_problem(registration, self.endpoint, self._config.model_name, other_size):
             raise GroupEjected(reason)
         self.registration = registration
+        self._attach_log.record_attached()
         self.detached_because = ""
         self._is_slow = False
         self._pause_ended.clear()
