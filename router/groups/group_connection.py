@@ -84,6 +84,7 @@ class GroupConnection:
         self._failure_notice = FailureNotice()  # of the present stream; empty if the group has sent none
         self._is_slow = False  # ejected because it is slow, and not attached since
         self._attach_log = AttachLog(endpoint.name)
+        self._is_closed = False
         self._pause_ended = asyncio.Event()
         self._stream = self._new_stream()
         self._last_id = 0
@@ -155,12 +156,13 @@ class GroupConnection:
     async def close(self, reason: str) -> None:
         """Ends the stream for good; its submissions fail."""
         self.detached_because = reason
+        self._is_closed = True  # if gRPC swallows the cancellation, the stream ends with an error of gRPC
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
         backoff = _FIRST_BACKOFF
-        while True:
+        while not self._is_closed:
             try:
                 if await self._attach():
                     backoff = _FIRST_BACKOFF
@@ -168,10 +170,13 @@ class GroupConnection:
                     backoff = min(backoff * 2, _LONGEST_BACKOFF)
                     self._attach_log.record_failure(self.endpoint.address, self.detached_because)
             except GroupEjected as error:
+                if self._is_closed:
+                    return
                 self._attach_log.record_ejection(str(error), error.__cause__)
                 backoff = _LONGEST_BACKOFF  # the next attempt will most likely find the same group
                 await self._wait_for_end_of_pause(error.pause)
-            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+            if not self._is_closed:
+                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
     async def _wait_for_end_of_pause(self, seconds: float) -> None:
         with suppress(TimeoutError):

@@ -75,14 +75,13 @@ class GroupStream:
                 while isinstance(message := await call.read(), FromGroup):  # anything else is EOF
                     self._last_message_at = clock()
                     receive(message)
+                _raise_if_cancelled()
             except asyncio.CancelledError:
                 if _is_task_cancelled():  # close() was called, perhaps at the same moment
                     raise
                 raise GroupSilent(self._reason) from None
             except grpc.aio.AioRpcError:
-                # gRPC swallows a cancellation that arrives while it sets up a call, and the call may fail later.
-                if _is_task_cancelled():
-                    raise asyncio.CancelledError from None
+                _raise_if_cancelled()
                 raise
             finally:
                 for helper in helpers:
@@ -130,6 +129,13 @@ class GroupStream:
             return error.errno is not None and error.errno not in _UNREACHABLE
         writer.close()
         return True
+
+
+def _raise_if_cancelled() -> None:
+    """Raises CancelledError if somebody has cancelled the current task. gRPC swallows a cancellation that arrives while
+    it sets up a call; the call then fails or ends later."""
+    if _is_task_cancelled():
+        raise asyncio.CancelledError from None
 
 
 def _is_task_cancelled() -> bool:

@@ -162,6 +162,30 @@ async def test_a_connection_that_is_closed_when_it_finds_silence_ends() -> None:
     await group.kill()
 
 
+@pytest.mark.parametrize("error", [None, RuntimeError("gRPC's own error")])
+async def test_a_connection_ends_although_grpc_swallows_the_cancellation(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """gRPC may swallow the cancellation by `close`, and end the stream without an error or with one of its own. The
+    connection does not attach again, and `close` returns."""
+    begun = asyncio.Event()
+
+    async def read(self: GroupStream, receive: object) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if error is not None:
+                raise error from None
+
+    monkeypatch.setattr(GroupStream, "read", read)
+    connection = connection_to(GroupEndpoint("g0", "127.0.0.1:1"), asyncio.Event())
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        await begun.wait()
+        await connection.close("taken away")
+    assert not connection.is_attached
+
+
 async def test_a_silent_group_whose_host_accepts_connections_is_kept() -> None:
     """A group that is silent while its host still accepts connections, as one that is suspended, stays attached until
     `hang_seconds`."""
