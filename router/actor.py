@@ -110,6 +110,10 @@ class RouterActor:
         """See Router.drain."""
         return await self._started().drain(timeout_seconds)
 
+    async def undo_drain(self) -> None:
+        """See Router.undo_drain."""
+        self._started().undo_drain()
+
     async def stop(self) -> None:
         """See Router.stop; does nothing before `start`."""
         if self._router is not None:

@@ -196,6 +196,10 @@ class Router:
         """Refuses new requests and waits for the open ones; returns whether all of them ended in time."""
         return await self.admin.drain_router(timeout_seconds)
 
+    def undo_drain(self) -> None:
+        """Allows new requests again."""
+        self.admin.undo_router_drain()
+
     async def stop(self, grace_seconds: float = 0.0) -> None:
         """Stops everything; open requests get `grace_seconds` to end."""
         if self._health_updates is not None:

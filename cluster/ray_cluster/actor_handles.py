@@ -52,6 +52,7 @@ class RouterHandle(Protocol):
     report: RemoteMethod[[], RouterReport | None]
     announce_drain: RemoteMethod[[], None]
     drain: RemoteMethod[[float | None], bool]
+    undo_drain: RemoteMethod[[], None]
     stop: RemoteMethod[[], None]
 
 

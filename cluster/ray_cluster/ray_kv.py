@@ -5,6 +5,7 @@
     start_number_key(group)   number   the number of the group's newest start
     grpc_port_key(router)     number   the gRPC port that the router chose
     http_port_key(router)     number   the HTTP port that the router chose
+    restart_key(router)       number   1 from the beginning of a restart of the router until its next process serves
     ROLLOUT                   text     the settings of the last `coatcheck serve --apply` (see ConfigRollout)
 
 A router chooses a port, which is then stored, if the port in its settings is 0.
@@ -28,6 +29,10 @@ def grpc_port_key(router: str) -> str:
 
 def http_port_key(router: str) -> str:
     return f"coatcheck/{router}/http-port"
+
+
+def restart_key(router: str) -> str:
+    return f"coatcheck/{router}/restart"
 
 
 def read_number(key: str) -> int | None:

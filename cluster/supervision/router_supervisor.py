@@ -105,7 +105,8 @@ class RouterSupervisor:
             self._config = replace(self._config, http_port=http_port)
 
     def forget_ports(self) -> None:
-        """Delete the ports that the next supervisor would restore."""
+        """Delete the ports that the next supervisor would restore, and the mark of a restart."""
+        ray_kv.delete_number(ray_kv.restart_key(self._config.name))
         ray_kv.delete_number(ray_kv.grpc_port_key(self._config.name))
         ray_kv.delete_number(ray_kv.http_port_key(self._config.name))
 
@@ -173,6 +174,7 @@ class RouterSupervisor:
         if actor is None or not self.address:
             raise Unavailable(f"{self._config.name} does not serve; wait until it does")
         self._is_draining = self._is_restarting = True
+        ray_kv.write_number(ray_kv.restart_key(self._config.name), 1)
         try:
             if announce_seconds and hasattr(actor, "announce_drain"):  # a router of an older version has none
                 await actor.announce_drain.remote()
@@ -180,6 +182,9 @@ class RouterSupervisor:
             await actor.drain.remote(drain_seconds)
         except RayError as error:
             self._is_restarting = False  # a process that has refused the call serves on
+            with suppress(RayError, TimeoutError):
+                await self._undo_drain(actor)
+            ray_kv.delete_number(ray_kv.restart_key(self._config.name))
             what = "did not drain" if isinstance(error, RayTaskError) else "was lost before it had drained"
             raise Unavailable(f"{self._config.name} {what}: {_explain_end(error, '')}; try again") from None
         self._failed_starts = 0
@@ -237,6 +242,10 @@ class RouterSupervisor:
             raise
         if is_new and self._config != config:
             raise _SettingsChanged
+        if not is_new and ray_kv.read_number(ray_kv.restart_key(config.name)):
+            _log.warning("the former supervisor ended while it restarted %s; its drain is undone", config.name)
+            await self._undo_drain(actor)
+        ray_kv.delete_number(ray_kv.restart_key(config.name))
         self._keep_ports(address, http_address)
         self.http_address = http_address
         self.address = address
@@ -251,6 +260,14 @@ class RouterSupervisor:
         self._held = NO_LIST
         self.send_groups()
         return actor
+
+    async def _undo_drain(self, actor: RouterHandle) -> None:
+        """Have a router accept new requests again, because its restart has not come to its end. Raises RayError if the
+        process has ended, and TimeoutError if it does not answer or is of an older version, which cannot do this."""
+        if not hasattr(actor, "undo_drain"):
+            raise TimeoutError("it was drained for a restart that did not come to its end")
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            await actor.undo_drain.remote()
 
     def _keep_ports(self, address: str, http_address: str) -> None:
         """Keep the ports, which clients know, for the next process, also under another supervisor."""

@@ -87,8 +87,7 @@ class AdminService:
             raise InvalidRequest("timeout_seconds is for a drain, and undo waits for nothing; send one of them")
         if not message.group:
             if message.undo:
-                self._traffic.is_draining = self._traffic.will_drain = False
-                self._groups.notify()
+                self.undo_router_drain()
             drained = not message.undo and await self.drain_router(timeout)
             return DrainResponse(drained=drained, remaining_streams=self._traffic.active)
         drained = await self._drain_group(message.group, message.undo, timeout)
@@ -107,6 +106,11 @@ class AdminService:
         self._groups.notify()
         await self._wait(self._traffic.wait_until_idle(), lambda: self._traffic.is_draining, timeout)
         return self._traffic.is_draining and not self._traffic.active
+
+    def undo_router_drain(self) -> None:
+        """Ends `announce_drain` and `drain_router`: new requests are allowed again."""
+        self._traffic.is_draining = self._traffic.will_drain = False
+        self._groups.notify()
 
     def reset_prefix_caches(self) -> list[str]:
         """Tells all attached groups to evict the blocks that no running request uses. Returns the groups' names."""

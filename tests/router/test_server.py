@@ -107,6 +107,23 @@ async def test_an_announced_drain_refuses_nothing_yet(start_router: StartRouter)
     await health(router, HealthCheckResponse.SERVING)
 
 
+async def test_a_supervisor_undoes_its_drain(start_router: StartRouter) -> None:
+    """`undo_drain` ends an announced drain and one that waits for requests, as the next supervisor needs if one dies
+    while it restarts the router."""
+    group = FakeGroup("a", hold_after=2)
+    router = await start_router(group)
+    stream = aiter(router.generation.GenerateStream(ask()))
+    await anext(stream)
+    router.server.announce_drain()
+    waiting = asyncio.ensure_future(router.server.drain(MAX_WAIT_SECONDS))
+    await health(router, HealthCheckResponse.NOT_SERVING)
+    router.server.undo_drain()
+    await health(router, HealthCheckResponse.SERVING)
+    assert not await asyncio.wait_for(waiting, MAX_WAIT_SECONDS)
+    group.go()
+    assert [event async for event in stream][-1].HasField("final")
+
+
 async def test_draining_is_undone(start_router: StartRouter) -> None:
     """Undoing a drain of the router or of a group ends the call that waits for the drain, and new requests are accepted
     again."""

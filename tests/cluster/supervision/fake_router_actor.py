@@ -29,7 +29,7 @@ class FakeRouterActor:
     """Serves at once, and connects to every group that it is told of. `waiting`: requests that wait in each group.
     `drained`: groups that an operator has drained. `updates`: those that came, in order, of which the first `to_lose`
     are lost. `missing`: groups that it reports as missing. `reports`: how many it has made. `unconnected`: groups that
-    its status shows as starting. `asked`: number of its statuses. `calls`: the announcements and drains."""
+    its status shows as starting. `asked`: number of its statuses. `calls`: announcements, drains and undone drains."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
@@ -53,6 +53,8 @@ class FakeRouterActor:
         return list(self._groups.values())
 
     def __getattr__(self, name: str) -> FakeMethod:
+        if name.startswith("_"):
+            raise AttributeError(name)
         return FakeMethod(getattr(self, f"_{name}"))
 
     async def _log_file(self) -> str:
@@ -103,6 +105,12 @@ class FakeRouterActor:
         self.calls.append("drain")
         self.is_draining = True
         return True
+
+    async def _undo_drain(self) -> None:
+        if self.is_dead:
+            raise RayActorError
+        self.calls.append("undo_drain")
+        self.is_draining = False
 
     async def _stop(self) -> None:
         self.has_stopped = self.is_dead = True

@@ -51,7 +51,7 @@ async def test_a_router_that_hangs_is_not_adopted(
     monkeypatch.setattr(launch, "find_router", lambda name: None if hung.is_dead else hung)
     monkeypatch.setattr(launch, "start_router", lambda config, resource, node: other)
     monkeypatch.setattr(launch, "kill_actor", lambda actor: setattr(actor, "is_dead", True))
-    monkeypatch.setattr(ray_kv, "write_number", lambda key, number: None)
+    store_numbers(monkeypatch)
     monkeypatch.setattr(router_supervisor, "HANG_SECONDS", 1.0)
     router = RouterSupervisor(config, VersionedGroupList(), PollInterval(0.01), has_served=True)
     supervision = asyncio.create_task(router.supervise_router())
@@ -68,13 +68,22 @@ async def restarted(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RouterSupe
     monkeypatch.setattr(launch, "find_router", lambda name: None)
     monkeypatch.setattr(launch, "start_router", lambda config, resource, node: FakeRouterActor(config))
     monkeypatch.setattr(launch, "kill_actor", lambda actor: setattr(actor, "is_dead", True))
-    monkeypatch.setattr(ray_kv, "write_number", lambda key, number: None)
+    store_numbers(monkeypatch)
     monkeypatch.setattr(router_supervisor, "_RESTART_SECONDS", 0.01)
     router = RouterSupervisor(RouterConfig("m"), VersionedGroupList(), PollInterval(0.01), has_served=True)
     supervision = asyncio.create_task(router.supervise_router())
     await until_serving(router)
     yield router
     supervision.cancel()
+
+
+def store_numbers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Stand in for the numbers in Ray's key-value store; they are returned."""
+    numbers: dict[str, int] = {}
+    monkeypatch.setattr(ray_kv, "read_number", numbers.get)
+    monkeypatch.setattr(ray_kv, "write_number", numbers.__setitem__)
+    monkeypatch.setattr(ray_kv, "delete_number", lambda key: numbers.pop(key, None))
+    return numbers
 
 
 async def until_serving(router: RouterSupervisor) -> None:
@@ -228,6 +237,70 @@ async def test_a_router_that_refuses_to_drain_serves_on(
     async with asyncio.timeout(MAX_WAIT_SECONDS):
         while restarted.state.state != "serving":  # noqa: ASYNC110  # the state has no event
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("version", ["this", "older"])
+async def test_a_router_whose_restart_has_lost_its_supervisor_serves_again(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    """A supervisor dies between a router's drain and its stop. The next supervisor undoes the drain. A router of an
+    older version, which cannot do this, is started again."""
+    config, never = RouterConfig("m"), asyncio.Event()
+    actors = [FakeRouterActor(config), FakeRouterActor(config)]
+    drained = actors[0]
+    numbers = store_numbers(monkeypatch)
+    starts: list[str] = []
+    stop = FakeRouterActor._stop
+
+    def start_router(config: RouterConfig, resource: str | None, node: str | None) -> FakeRouterActor:
+        starts.append("start")
+        return actors[len(starts) - 1]
+
+    monkeypatch.setattr(launch, "find_router", lambda name: drained if starts and not drained.is_dead else None)
+    monkeypatch.setattr(launch, "start_router", start_router)
+    monkeypatch.setattr(launch, "kill_actor", lambda actor: setattr(actor, "is_dead", True))
+    monkeypatch.setattr(drained, "_stop", never.wait)  # the first supervisor gets no further
+    monkeypatch.setattr(router_supervisor, "_RESTART_SECONDS", 0.01)
+    former = RouterSupervisor(config, VersionedGroupList(), PollInterval(0.01), has_served=True)
+    tasks = [asyncio.create_task(former.supervise_router())]
+    await until_serving(former)
+    tasks.append(asyncio.create_task(former.restart_router(0.0, 0.01)))
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        while not drained.is_draining:  # noqa: ASYNC110  # the drain has no event
+            await asyncio.sleep(0.01)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    drained.is_dead = False
+    monkeypatch.setattr(drained, "_stop", stop)
+    if version == "older":
+        monkeypatch.delattr(FakeRouterActor, "_undo_drain")
+
+    following = RouterSupervisor(config, VersionedGroupList(), PollInterval(0.01), has_served=True)
+    supervision = asyncio.create_task(following.supervise_router())
+    await until_serving(following)
+    supervision.cancel()
+    if version == "this":
+        assert drained.calls == ["announce_drain", "drain", "undo_drain"] and starts == ["start"]
+        assert not drained.is_draining
+    else:
+        assert starts == ["start", "start"] and drained.is_dead
+    assert ray_kv.restart_key(config.name) not in numbers
+
+
+async def test_a_drain_by_an_operator_stays_under_the_next_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor adopts a router that `coatcheck drain` has drained. It stays drained."""
+    config = RouterConfig("m")
+    drained = FakeRouterActor(config)
+    drained.is_draining = True
+    store_numbers(monkeypatch)
+    monkeypatch.setattr(launch, "find_router", lambda name: drained)
+    monkeypatch.setattr(launch, "kill_actor", lambda actor: None)
+    router = RouterSupervisor(config, VersionedGroupList(), PollInterval(0.01), has_served=True)
+    supervision = asyncio.create_task(router.supervise_router())
+    await until_serving(router)
+    supervision.cancel()
+    assert drained.is_draining and not drained.calls
 
 
 async def test_a_supervisor_that_was_suspended_itself_reads_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
