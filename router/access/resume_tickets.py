@@ -7,6 +7,10 @@ it: routers share a key, but no memory.
     8 bytes    when the ticket expires, in seconds since 1970
     32 bytes   digest of the request: all fields except its id, its seed and `resume`
     32 bytes   HMAC-SHA256 of these 40 bytes, the tenant's name, the request's id and its seed
+    16 bytes   the kind of group that computes the request (see group_kind)
+    16 bytes   HMAC-SHA256 of all bytes before, cut off
+
+A ticket of an older router ends after 72 bytes. Then the kind of group is not known, and any group may continue.
 
 A ticket admits only the same request of the same tenant, which gives the same tokens again, and at most 16 times at
 each router. A forged ticket is refused by its HMAC, before the rest of the message is read: a tenant that has reached
@@ -30,6 +34,9 @@ from coatcheck.router.access.tenant import Tenant
 _LIFETIME_SECONDS: Final = 86_400  # longer than any stream
 _TIME_BYTES: Final = 8
 _HASH_BYTES: Final = 32
+_ADMISSION_BYTES: Final = _TIME_BYTES + 2 * _HASH_BYTES
+_KIND_BYTES: Final = 16
+_TICKET_BYTES: Final = _ADMISSION_BYTES + 2 * _KIND_BYTES
 # Max characters of a request id. validate_request admits no longer one, and a megabyte would block the event loop.
 _LONGEST_ID: Final = 256
 # Resumes with one ticket at one router. A stream is rarely lost more often, and each resume may compute it anew.
@@ -49,17 +56,31 @@ class ResumeTickets:
         self._resumes: dict[bytes, int] = {}  # by ticket
 
     def issue(self, digest: bytes, tenant: Tenant, request_id: str, seed: int | None) -> bytes:
-        """The ticket of a request that was admitted now. `digest`: see `digest_request`."""
+        """The ticket of a request that was admitted now, without a kind. `digest`: see `digest_request`."""
         signed = (int(self._clock()) + _LIFETIME_SECONDS).to_bytes(_TIME_BYTES) + digest
         return signed + self._authenticate(signed, tenant, request_id, seed)
+
+    def add_kind(self, ticket: bytes, kind: bytes) -> bytes:
+        """The ticket with another kind of group, or with its first."""
+        signed = ticket[:_ADMISSION_BYTES] + kind
+        return signed + hmac.digest(self._key, signed, "sha256")[:_KIND_BYTES]
+
+    def read_kind(self, ticket: bytes) -> bytes:
+        """The kind of group in a ticket of this cluster; b"" if it has none. Whether the ticket still admits a request
+        does not matter."""
+        signed = ticket[:-_KIND_BYTES]
+        if len(ticket) != _TICKET_BYTES:
+            return b""
+        expected = hmac.digest(self._key, signed, "sha256")[:_KIND_BYTES]
+        return signed[-_KIND_BYTES:] if hmac.compare_digest(ticket[-_KIND_BYTES:], expected) else b""
 
     def redeem(self, message: GenerateRequest, tenant: Tenant) -> bytes:
         """The digest of the request that the ticket of `message` admits; the caller must compare it with the digest of
         `message`. b"" if the ticket is not one of this cluster for this tenant, request id and seed, if it has expired,
         or if this router has redeemed it 16 times. Takes microseconds, whatever the size of the message."""
-        ticket = message.resume_ticket
-        if len(ticket) != _TIME_BYTES + 2 * _HASH_BYTES or len(message.request_id) > _LONGEST_ID:
+        if len(message.resume_ticket) not in (_ADMISSION_BYTES, _TICKET_BYTES) or len(message.request_id) > _LONGEST_ID:
             return b""
+        ticket = message.resume_ticket[:_ADMISSION_BYTES]
         signed, code = ticket[:-_HASH_BYTES], ticket[-_HASH_BYTES:]
         expected = self._authenticate(signed, tenant, message.request_id, message.sampling.seed)
         if not hmac.compare_digest(code, expected) or int.from_bytes(signed[:_TIME_BYTES]) < self._clock():

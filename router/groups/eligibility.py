@@ -12,8 +12,7 @@ from typing import Self
 import numpy as np
 
 from coatcheck.proto.errors import ContextLengthExceeded, DeadlineExceeded
-from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
-from coatcheck.router.groups.group_connection import GroupConnection
+from coatcheck.router.groups.group_connection import GroupConnection, adapters_key
 from coatcheck.router.groups.request import Request
 from coatcheck.router.routing.routing_cost import BoolArray, Decision, IndexArray
 
@@ -65,17 +64,16 @@ class ServingGroups:
     def _distinct_limits(self) -> list[int]:
         return sorted(set(self._limits))
 
-    def eligible(self, max_len: int = 0, model: GetModelResponse | None = None) -> EligibleGroups:
-        """The groups that could hold `max_len` tokens if they were empty. With `model`: only the groups to which a
-        stream may move from a group with that model. Requests with the same groups get the same object."""
-        smallest = bisect_left(self._distinct_limits, max_len)
-        key = smallest, None if model is None else compatibility_key(model)
+    def eligible(self, max_len: int = 0, kind: bytes = b"") -> EligibleGroups:
+        """The groups that could hold `max_len` tokens if they were empty. With `kind`: only those of this kind (see
+        group_kind). Requests with the same groups get the same object."""
+        key = bisect_left(self._distinct_limits, max_len), kind
         if key not in self._eligible:
             self._eligible[key] = EligibleGroups(
                 [
                     group
                     for group, limit in zip(self.groups, self._limits, strict=True)
-                    if limit >= max_len and (model is None or are_compatible(model, group.model))
+                    if limit >= max_len and (not kind or group.kind == kind)
                 ]
             )
         return self._eligible[key]
@@ -107,19 +105,3 @@ def require_deadline(request: Request, decision: Decision, now: float) -> None:
 def max_sequence_tokens(group: GroupConnection) -> int:
     """Max tokens of one sequence on a group: the model's context, or the KV pool if that is smaller."""
     return min(group.model.max_model_len, group.registration.num_blocks * group.model.block_size)
-
-
-def compatibility_key(model: GetModelResponse) -> Hashable:
-    """A key that is equal for groups between which a stream may move. Up to rounding they compute the same logits; with
-    --deterministic, the same tp and the same kind of machine the logits are equal bit for bit."""
-    return model.name, model.fingerprint, adapters_key(model), model.dtype, model.kv_dtype, model.block_size
-
-
-def adapters_key(model: GetModelResponse) -> Hashable:
-    """Equal for models with the same LoRA adapters under the same names."""
-    return frozenset((adapter.name, adapter.fingerprint) for adapter in model.adapters)
-
-
-def are_compatible(one: GetModelResponse, other: GetModelResponse) -> bool:
-    """Whether a stream may move from one group to the other."""
-    return compatibility_key(one) == compatibility_key(other)

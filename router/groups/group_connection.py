@@ -7,6 +7,8 @@ expected one, or sends impossible messages: its stream ends, and the reason is k
 """
 
 import asyncio
+import hashlib
+import json
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +71,7 @@ class GroupConnection:
     ) -> None:
         self.endpoint = endpoint
         self.registration = Registration()
+        self.kind = b""  # of the registered group; see group_kind
         self.load = GroupLoad(self.registration)
         self.index = index
         self._loads = loads
@@ -238,6 +241,7 @@ class GroupConnection:
         if reason := registration_problem(registration, self.endpoint, self._config.model_name, other_size):
             raise GroupEjected(reason)
         self.registration = registration
+        self.kind = group_kind(registration.model)
         self._attach_log.record_attached()
         self.detached_because = ""
         self._is_slow = False
@@ -298,6 +302,19 @@ class GroupConnection:
         if self._is_slow or self.endpoint.state == "draining":  # the supervisor stops a group after its drain
             return FailureCause.PLANNED
         return FailureCause.UNKNOWN
+
+
+def group_kind(model: GetModelResponse) -> bytes:
+    """16 bytes that are equal for groups between which a stream may move. Up to rounding they compute the same logits;
+    with --deterministic, the same tp and the same kind of machine the logits are equal bit for bit. Part of resume
+    tickets, so all routers of a cluster must compute the same bytes."""
+    parts = (model.name, model.fingerprint, sorted(adapters_key(model)), model.dtype, model.kv_dtype, model.block_size)
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
+
+
+def adapters_key(model: GetModelResponse) -> frozenset[tuple[str, str]]:
+    """Equal for models with the same LoRA adapters under the same names."""
+    return frozenset((adapter.name, adapter.fingerprint) for adapter in model.adapters)
 
 
 def registration_problem(

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.eligibility import are_compatible
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_failures import GroupEjected, GroupFailures
@@ -170,6 +169,6 @@ class GroupRegistry:
         peers = [
             other.load.last_report.status.slowness
             for other in self.serving()
-            if other is not connection and are_compatible(other.model, connection.model)
+            if other is not connection and other.kind == connection.kind
         ]
         return self._outliers.detect(connection.name, status.slowness, peers, asyncio.get_running_loop().time())

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from coatcheck.proto.errors import DeadlineExceeded, Overloaded
-from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.groups.eligibility import EligibleGroups
 from coatcheck.router.groups.request import Request
@@ -46,8 +45,8 @@ class Attempt:
     """A request as it is sent to its next group. `moves`: how many groups the request has lost; `attempt` on the
     wire. `delivered`: the output tokens that the client has, by choice.
 
-    `only_compatible_with`: the model of the group that had the request before; only groups with an equal
-    compatibility_key can continue it. None if any group may run it. `suspicion`: see PoisonSuspicion.level.
+    `kind`: the kind of group that has computed these tokens (see group_kind); only groups of this kind can continue the
+    request. b"" if any group may run it. `suspicion`: see PoisonSuspicion.level.
     `returns`: how often groups have returned the request (see Submit.max_queued_tokens).
     """
 
@@ -55,7 +54,7 @@ class Attempt:
     lifecycle: RequestLifecycle
     moves: int = 0
     delivered: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    only_compatible_with: GetModelResponse | None = None
+    kind: bytes = b""
     suspicion: int = 0
     returns: int = 0
 
@@ -165,6 +164,11 @@ class AdmissionQueue:
     def waiting_in_class(self, scheduling_class: Hashable) -> int:
         """Number of waiting requests with these EligibleGroups."""
         return self._queue.waiting_in_class(scheduling_class)
+
+    @property
+    def classes(self) -> list[EligibleGroups]:
+        """The different EligibleGroups of the waiting requests."""
+        return [one for one in self._queue.classes if isinstance(one, EligibleGroups)]
 
     def peek(self, blocked: AbstractSet[Hashable]) -> QueuedAttempt | None:
         """The next request, leaving out those whose EligibleGroups are `blocked`; None if there is none."""

@@ -12,9 +12,10 @@ from coatcheck.router.text.detokenizer import Detokenizer
 
 
 class Choice:
-    """`token_ids`: all tokens that the client has. `finish_reason`: set once the choice has ended."""
+    """`token_ids`: all tokens that the client has. `finish_reason`: set once the choice has ended. `eos`: the
+    end-of-sequence tokens of the present group."""
 
-    __slots__ = ("_detokenizer", "_eos", "_has_new_tokens", "_stops", "finish_reason", "index", "token_ids")
+    __slots__ = ("_detokenizer", "_has_new_tokens", "_stops", "eos", "finish_reason", "index", "token_ids")
 
     def __init__(
         self,
@@ -25,11 +26,11 @@ class Choice:
         include_stop: bool = False,
     ) -> None:
         self.index = index
+        self.eos = eos
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops, include_stop) if stops else None
-        self._eos = eos
         self._has_new_tokens = False  # whether a group has sent a token that the client did not have
 
     def resume_from(self, token_ids: Sequence[int]) -> Delta | None:
@@ -76,7 +77,7 @@ class Choice:
     def _ends_with_eos(self, output: SequenceOutput) -> bool:
         """Whether the last token is an end-of-sequence token: it is delivered, but is not text."""
         return bool(output.finish_reason == FINISH_REASON_STOP and output.token_ids) and (
-            output.HasField("stop_token_id") and output.stop_token_id in self._eos
+            output.HasField("stop_token_id") and output.stop_token_id in self.eos
         )
 
     def _text_of(self, token_ids: Sequence[int]) -> tuple[int, str]:

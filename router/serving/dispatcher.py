@@ -17,7 +17,7 @@ import numpy as np
 
 from coatcheck.proto.errors import Unavailable
 from coatcheck.router.access.tenant import Tenant
-from coatcheck.router.groups.eligibility import EligibleGroups, ServingGroups, compatibility_key, require_deadline
+from coatcheck.router.groups.eligibility import EligibleGroups, ServingGroups, require_deadline
 from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.retry_budget import RetryBudget
@@ -38,7 +38,7 @@ class Dispatcher:
     """`admit` sends requests in the order of the admission queue, `send` past the queue. One for each router.
 
     `policy`: a name of `serve --routing` (see apply_policy). `no_group_seconds`: how long queued requests wait while no
-    group serves. `serving`: the groups that take new requests.
+    serving group can run them. `serving`: the groups that take new requests.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Dispatcher:
         self._policy = policy
         self._last_group = ""  # where the last request was sent
         self._no_group_seconds = no_group_seconds
-        self._no_group_timer: asyncio.TimerHandle | None = None  # runs while requests wait and no group serves
+        self._no_group_timer: asyncio.TimerHandle | None = None  # runs while a request waits that no group can run
         # Only one suspect of each level and kind of group looks for a group at a time, because many wait after a crash.
         self._suspect_turns: defaultdict[Hashable, asyncio.Lock] = defaultdict(asyncio.Lock)
         groups.on_room = self._send_if_room_gained
@@ -133,7 +133,7 @@ class Dispatcher:
                     elif (submission := await self._send_suspect(attempt, exclude_groups)) is not None:
                         return submission
         except TimeoutError:
-            raise Unavailable(_NO_OTHER_GROUP if attempt.moves else _NO_GROUP) from None
+            raise _no_group_error(attempt) from None
 
     def explain(self, request: Request) -> Decision:
         """Where the request would be sent now; nothing is sent. Raises Unavailable and ContextLengthExceeded."""
@@ -150,8 +150,8 @@ class Dispatcher:
         self._limit_wait_without_groups()
 
     def _limit_wait_without_groups(self) -> None:
-        """Starts or stops the timer that refuses the waiting requests if no group serves for too long."""
-        if self.serving.groups or not len(self.queue):
+        """Starts or stops the timer that refuses waiting requests if no serving group can run them for too long."""
+        if all(map(len, self.queue.classes)):
             if self._no_group_timer is not None:
                 self._no_group_timer.cancel()
                 self._no_group_timer = None
@@ -161,8 +161,9 @@ class Dispatcher:
 
     def _refuse_waiting(self) -> None:
         self._no_group_timer = None
-        while self.queue.peek(frozenset()) is not None:
-            self.queue.refuse(Unavailable(_NO_GROUP), frozenset())
+        with_groups = {eligible for eligible in self.queue.classes if len(eligible)}
+        while (queued := self.queue.peek(with_groups)) is not None:
+            self.queue.refuse(_no_group_error(queued.attempt), with_groups)
 
     def _send_if_room_gained(self) -> None:
         """Called when a group may have got room. While no group gains room, no waiting request can be sent."""
@@ -180,9 +181,7 @@ class Dispatcher:
 
     async def _send_suspect(self, attempt: Attempt, exclude_groups: AbstractSet[str]) -> Submission | None:
         """Sends a suspect once it may run on some group; returns None if no serving group can continue the request."""
-        model = attempt.only_compatible_with
-        kind = compatibility_key(model) if model is not None else None
-        async with self._suspect_turns[attempt.suspicion, kind]:
+        async with self._suspect_turns[attempt.suspicion, attempt.kind]:
             while True:
                 change = self._groups.next_change
                 eligible = self._require_eligible_groups(attempt)
@@ -225,7 +224,7 @@ class Dispatcher:
             attempt.moves,
             attempt.delivered,
             lifecycle.trace_context,
-            may_return=not attempt.moves and attempt.only_compatible_with is None and attempt.returns < _MAX_RETURNS,
+            may_return=not (attempt.moves or attempt.kind) and attempt.returns < _MAX_RETURNS,
         )
         submission.suspicion = attempt.suspicion
         return submission
@@ -233,12 +232,12 @@ class Dispatcher:
     def _require_eligible_groups(self, attempt: Attempt) -> EligibleGroups:
         """The groups that can run the request now. If groups serve and none can hold the request: none for a request
         that has lost its group, since that group may come back; else raises ContextLengthExceeded."""
-        if attempt.moves or attempt.only_compatible_with is not None:
+        if attempt.moves or attempt.kind:
             return self._scheduling_class(attempt)
         return self.serving.require_eligible(attempt.request)
 
     def _scheduling_class(self, attempt: Attempt) -> EligibleGroups:
-        return self.serving.eligible(attempt.request.max_len, attempt.only_compatible_with)
+        return self.serving.eligible(attempt.request.max_len, attempt.kind)
 
     def _prompt_seconds(self, attempt: Attempt) -> float:
         """Seconds that the prompt takes on the group that computes it in the least time; 0 while no group serves."""
@@ -268,6 +267,10 @@ class Dispatcher:
             session=request.session_id,
         )
         return apply_policy(self._policy, decision, candidates, self._last_group, self._rng)
+
+
+def _no_group_error(attempt: Attempt) -> Unavailable:
+    return Unavailable(_NO_OTHER_GROUP if attempt.moves or attempt.kind else _NO_GROUP)
 
 
 def _preferred(groups: EligibleGroups, exclude: AbstractSet[str]) -> EligibleGroups:

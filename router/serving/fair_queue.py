@@ -97,6 +97,11 @@ class FairQueue(Generic[Entry]):
             if other <= priority
         )
 
+    @property
+    def classes(self) -> AbstractSet[Hashable]:
+        """The scheduling classes of the waiting requests."""
+        return self._classes.keys()
+
     def waiting_in_class(self, scheduling_class: Hashable) -> int:
         """The number of waiting requests of the class."""
         return self._classes[scheduling_class]

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, TypeVar
 
 from google.protobuf.message import Message
@@ -168,6 +169,7 @@ class GenerateService:
             with self._traffic.count_request(tenant):
                 admitted = self._tickets.redeem(message, tenant)
                 is_admitted = bool(admitted) and admitted == await self._off_loop(check_and_digest, message)
+                resumed_kind = self._tickets.read_kind(message.resume_ticket) if message.resume else b""
                 if not is_admitted:  # a new request, which may be refused before its prompt is tokenised
                     self._limits.charge_request(tenant)
                     self._dispatcher.require_room(tenant, tenant.effective_priority(message.priority), options.deadline)
@@ -178,6 +180,7 @@ class GenerateService:
                 options.on_admitted()
                 make_detokenizer, splitter = self._make_text_stages(message, request)
                 issued_ticket = self._tickets.issue(request.digest, tenant, request.request_id, request.sampling.seed)
+                ticket = message.resume_ticket if is_admitted else issued_ticket
                 relay = Relay(
                     request,
                     lifecycle,
@@ -185,7 +188,8 @@ class GenerateService:
                     self._config,
                     make_detokenizer,
                     is_admitted=is_admitted,
-                    resume_ticket=message.resume_ticket if is_admitted else issued_ticket,
+                    resumed_kind=resumed_kind,
+                    make_ticket=partial(self._tickets.add_kind, ticket),
                 )
                 try:
                     with self._wide.reserve(request, self._vocab_size()):

@@ -34,7 +34,9 @@ class Relay:
     """Use `async for event in relay.events()`, then `close()`, also after an error.
 
     `is_admitted`: whether a router has admitted the request before, so that it does not wait in the queue.
-    `resume_ticket`: for Started. `decision`: the last routing decision, None before the first. `usage`: tokens so far.
+    `resumed_kind`: the kind of group that has computed the tokens of a resume; b"" if it has none, or if that is not
+    known. `make_ticket` returns the ticket of this request for groups of a kind. `decision`: the last routing decision,
+    None before the first. `usage`: tokens so far.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class Relay:
         make_detokenizer: Callable[[], Detokenizer],
         *,
         is_admitted: bool,
-        resume_ticket: bytes,
+        resumed_kind: bytes,
+        make_ticket: Callable[[bytes], bytes],
     ) -> None:
         self.decision: Decision | None = None
         self._request = request
@@ -55,7 +58,8 @@ class Relay:
         self._config = config
         self._make_detokenizer = make_detokenizer
         self._is_admitted = is_admitted
-        self._resume_ticket = resume_ticket
+        self._resumed_kind = resumed_kind
+        self._make_ticket = make_ticket
         self._response = ResponseBuilder(request)
         self._submission: Submission | None = None
         self._charge: TokenCharge | None = None
@@ -76,9 +80,9 @@ class Relay:
         request, response = self._request, self._response
         full_since: float | None = None  # time of the first of the Overloaded refusals since the last outputs
         if self._is_admitted:
-            submission = await self._send(self._config.move_wait_seconds)
+            submission = await self._send(self._config.move_wait_seconds, self._resumed_kind)
         else:
-            submission = await self._admit(wait_seconds=self._config.admission_wait_seconds)
+            submission = await self._admit(self._resumed_kind, wait_seconds=self._config.admission_wait_seconds)
         yield pb.GenerateEvent(
             started=pb.Started(
                 request_id=request.request_id,
@@ -86,7 +90,7 @@ class Relay:
                 seed=request.sampling.seed,
                 group=submission.group,
                 prompt_tokens=len(request.prompt_token_ids),
-                resume_ticket=self._resume_ticket,
+                resume_ticket=self._make_ticket(submission.kind),
             )
         )
         for delta in response.start_choices(frozenset(submission.model.eos_token_ids), self._make_detokenizer):
@@ -101,7 +105,7 @@ class Relay:
             except SubmissionReturned:
                 self._returns += 1
                 submission.close(finished=False)
-                submission = await self._admit()
+                submission = await self._admit(self._resumed_kind)
                 continue
             except Overloaded:
                 now = asyncio.get_running_loop().time()
@@ -109,7 +113,7 @@ class Relay:
                 if now - full_since > self._config.move_wait_seconds:
                     raise
                 submission.close(finished=False)
-                submission = await self._admit(self._only_compatible_with(submission))
+                submission = await self._admit(self._kind_to_continue(submission))
                 continue
             full_since = None
             for number, portion in enumerate(logprob_portions(outputs)):
@@ -132,14 +136,12 @@ class Relay:
             self._submission = None
         self._dispatcher.retries.close_request()
 
-    async def _admit(
-        self, only_compatible_with: pb.GetModelResponse | None = None, wait_seconds: float = 0.0
-    ) -> Submission:
+    async def _admit(self, kind: bytes, wait_seconds: float = 0.0) -> Submission:
         """Sends the request in the order of the admission queue. A full queue refuses only a request that was not
         admitted before: it has no output yet, has not moved and was not returned by a group."""
         self._submission = None
         grant = await self._dispatcher.admit(
-            self._attempt(only_compatible_with),
+            self._attempt(kind),
             wait_seconds=wait_seconds,
             bounded=not (self._is_admitted or self._response.completion_tokens or self._moves or self._returns),
         )
@@ -149,24 +151,24 @@ class Relay:
             grant.charge.settle_tokens(0)  # the tenant was charged when the request was first granted
         return self._begin_submission(grant.submission)
 
-    async def _send(self, wait_seconds: float, only_compatible_with: pb.GetModelResponse | None = None) -> Submission:
+    async def _send(self, wait_seconds: float, kind: bytes) -> Submission:
         submission = await self._dispatcher.send(
-            self._attempt(only_compatible_with), wait_seconds=wait_seconds, exclude_groups=self._lost_groups
+            self._attempt(kind), wait_seconds=wait_seconds, exclude_groups=self._lost_groups
         )
         return self._begin_submission(submission)
 
-    def _only_compatible_with(self, previous: Submission) -> pb.GetModelResponse | None:
-        """The model with which the next group must be compatible. It is that of `previous` once the client has output,
-        because another model would continue with other tokens. None before that: any group may run the request."""
-        return previous.model if self._response.has_output else None
+    def _kind_to_continue(self, previous: Submission) -> bytes:
+        """The kind that the next group must have. It is that of `previous` once the client has output, because a group
+        of another kind would continue with other tokens. b"" before that: any group may run the request."""
+        return previous.kind if self._response.has_output else self._resumed_kind
 
-    def _attempt(self, only_compatible_with: pb.GetModelResponse | None) -> Attempt:
+    def _attempt(self, kind: bytes) -> Attempt:
         return Attempt(
             self._request,
             self._lifecycle,
             self._moves,
             self._response.delivered,
-            only_compatible_with,
+            kind,
             self._suspicion.level,
             self._returns,
         )
@@ -175,7 +177,7 @@ class Relay:
         self._submission = submission
         self.decision = submission.decision
         self._has_answered = False
-        self._response.start_next_group()
+        self._response.start_next_group(frozenset(submission.model.eos_token_ids))
         for choice in self._response.ended_choices:  # the group does not see stop strings, and would continue them
             submission.abort_choice(choice)
         return submission
@@ -193,7 +195,7 @@ class Relay:
         if delay := self._dispatcher.retries.spend_retry():
             await asyncio.sleep(delay)
         self._moves += 1
-        return await self._send(self._config.move_wait_seconds, self._only_compatible_with(submission))
+        return await self._send(self._config.move_wait_seconds, self._kind_to_continue(submission))
 
     def _make_events(self, outputs: Sequence[SequenceOutput], submission: Submission) -> list[pb.GenerateEvent]:
         for output in outputs:

@@ -71,9 +71,12 @@ class ResponseBuilder:
                 deltas.append(delta)
         return deltas
 
-    def start_next_group(self) -> None:
-        """Expects outputs of another group from now on."""
+    def start_next_group(self, eos: AbstractSet[int]) -> None:
+        """Expects outputs of another group from now on. `eos`: its end-of-sequence tokens, which differ from those of
+        the group before if the two are of different kinds."""
         self._group_logprobs = 0
+        for choice in self._choices:
+            choice.eos = eos
 
     def record_first_output(self, first_output: FirstOutput) -> None:
         """Records the cached prompt tokens of a group's first output. Only the first group's count."""

@@ -279,7 +279,7 @@ class FakeGroup(WorkerServicer):
     async def _answer(self, submit: Submit, choice: int, outbox: "asyncio.Queue[FromGroup | None]") -> None:
         sampling = submit.sampling
         resumed = {part.choice: list(part.token_ids) for part in submit.resume}.get(choice, [])
-        ends = {EOS, *sampling.stop_token_ids}
+        ends = {EOS, *self.model.eos_token_ids, *sampling.stop_token_ids}
         first = True
         scored: list[TokenLogprob] = []
         if sampling.HasField("prompt_logprobs") and choice == 0:

@@ -82,6 +82,34 @@ def test_a_forged_ticket_is_refused_without_reading_the_message(monkeypatch: pyt
     assert tickets.redeem(message, SEARCH) == tickets.redeem(resume(b"short"), SEARCH) == b""
 
 
+def test_a_ticket_has_the_kind_of_group() -> None:
+    """The kind can be replaced, and does not change whom the ticket admits. A ticket of an older router has none."""
+    tickets = ResumeTickets(KEY, lambda: 1000.0)
+    old = issue()
+    ticket = tickets.add_kind(old, b"a" * 16)
+    assert tickets.read_kind(old) == b"" and tickets.read_kind(ticket) == b"a" * 16
+    assert is_accepted(resume(old)) and is_accepted(resume(ticket))
+    other = tickets.add_kind(ticket, b"b" * 16)
+    assert tickets.read_kind(other) == b"b" * 16 and len(other) == len(ticket)
+    redeemed = [bool(tickets.redeem(resume(one), SEARCH)) for one in (ticket, other) * 9]
+    assert redeemed == [True] * 16 + [False] * 2, "both count as one ticket"
+
+
+def test_a_made_up_kind_is_none() -> None:
+    """A kind that no router of the cluster has written would make the request wait for a group that does not exist."""
+    ticket = ResumeTickets(KEY).add_kind(issue(), b"a" * 16)
+    for other in (
+        ticket[:72] + b"b" * 16 + ticket[88:],
+        ticket[:-1] + b"x",
+        ticket[:-1],
+        ticket + b"x",
+        b"",
+        b"x" * 104,
+    ):
+        assert ResumeTickets(KEY).read_kind(other) == b""
+    assert ResumeTickets(b"another").read_kind(ticket) == b""
+
+
 def test_a_ticket_expires() -> None:
     """A ticket is accepted for a day. Resumes do not prolong that."""
     message = resume(issue(now=1000.0))

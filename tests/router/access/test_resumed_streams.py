@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
-from coatcheck.proto.errors import InvalidRequest, Overloaded
+from coatcheck.proto.errors import InvalidRequest, Overloaded, Unavailable
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, GenerateResponse, StatusRequest
 from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from coatcheck.router.serving.generate_service import CallOptions
@@ -128,6 +128,62 @@ async def test_a_resume_with_a_ticket_waits_for_a_group(start_router: StartRoute
     assert not reading.done()
     await group.start()
     await reading
+    assert stream.ids[0] == ids[6:]
+
+
+def other_kind() -> FakeGroup:
+    """A group that computes the same model with another type of KV cache, and therefore other bits."""
+    group = FakeGroup("other")
+    group.model.kv_dtype = "fp8"
+    return group
+
+
+async def test_a_resume_continues_on_a_group_of_its_own_kind(start_router: StartRouter) -> None:
+    """The ticket has the kind of group that computed the tokens: the resume waits for one, while another kind serves. A
+    resume without a ticket, as of an older client, goes to any group."""
+    request, ids = await lost_stream(start_router)
+    other, group = other_kind(), FakeGroup("same")
+    router = await start_router(other, resume_key=KEY)
+    stream = Stream(router, request)
+    reading = asyncio.ensure_future(stream.finish())
+    assert (await generate(router, without_ticket(request))).final.group == "other"
+    assert not reading.done()
+    router.groups.append(group)
+    connection = router.server.groups.find_connection("other")
+    assert connection is not None
+    await router.server.set_groups([connection.endpoint, await group.start()])
+    assert (await asyncio.wait_for(reading, MAX_WAIT_SECONDS)).final.group == "same"
+    assert stream.ids[0] == ids[6:]
+
+
+@pytest.mark.parametrize("tenant", [ANONYMOUS, Tenant("stranger")], ids=["admitted", "queued as a new request"])
+async def test_a_resume_does_not_wait_for_its_kind_for_ever(start_router: StartRouter, tenant: Tenant) -> None:
+    """Without a group of its kind it fails after `move_wait_seconds`, also if its ticket admits it no more and it waits
+    in the queue. Requests that the other group can run are not refused with it."""
+    request, _ = await lost_stream(start_router)
+    other = other_kind()
+    router = await start_router(other, resume_key=KEY, move_wait_seconds=0.2)
+    await router.wait_for_groups(1)
+    with pytest.raises(Unavailable, match="no group that could continue it is serving"):
+        await generate(router, request, tenant)
+    router.server.dispatcher.queue.check()
+    assert (await generate(router, ask())).final.group == "other"
+
+
+async def test_a_resumed_stream_that_moves_again_keeps_its_kind(start_router: StartRouter) -> None:
+    """The group that continues a resume is lost before it has sent anything: the next one is of the same kind."""
+    request, ids = await lost_stream(start_router)
+    first, other, second = FakeGroup("first", hold_after=6), other_kind(), FakeGroup("second")
+    router = await start_router(first, resume_key=KEY)
+    stream = Stream(router, request)
+    assert (await stream.read()).started.group == "first"
+    router.groups += [other, second]
+    connection = router.server.groups.find_connection("first")
+    assert connection is not None
+    await router.server.set_groups([connection.endpoint, await other.start(), await second.start()])
+    await router.wait_for_groups(3)
+    await first.kill()
+    assert (await stream.finish()).final.group == "second"
     assert stream.ids[0] == ids[6:]
 
 

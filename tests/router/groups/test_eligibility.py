@@ -12,7 +12,7 @@ from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
 from coatcheck.proto.stubs.worker_pb2 import Registration
 from coatcheck.router.groups.eligibility import EligibleGroups, ServingGroups
-from coatcheck.router.groups.group_connection import GroupConnection
+from coatcheck.router.groups.group_connection import GroupConnection, group_kind
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.groups.request import Request
 from tests.examples import examples
@@ -26,6 +26,7 @@ class ARegisteredGroup:
     def __init__(self, name: str, num_blocks: int, model: GetModelResponse, slot: int) -> None:
         self.name = name
         self.model = model
+        self.kind = group_kind(model)
         self.registration = Registration(model=model, num_blocks=num_blocks)
         self.load = GroupLoad(self.registration, slot=slot)
 
@@ -56,7 +57,7 @@ def test_the_groups_are_those_that_a_loop_finds(
             for place, (size, own) in enumerate(sizes)
             if max_len <= min(64, 4 * size) and model in (None, own)
         ]
-        eligible = groups.eligible(max_len, None if model is None else MODELS[model])
+        eligible = groups.eligible(max_len, b"" if model is None else group_kind(MODELS[model]))
         assert eligible.names.tolist() == expected and len(eligible) == len(expected)
         assert eligible.slots.tolist() == [group.load.slot for group in eligible.groups]
         by_model = {eligible.groups[place].name: one for one, places in eligible.models for place in places}

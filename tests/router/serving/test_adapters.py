@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from coatcheck.proto.stubs.coatcheck_pb2 import Adapter, EmbedRequest, GenerateRequest, GetModelResponse, TokenIds
-from coatcheck.router.groups.eligibility import are_compatible
+from coatcheck.router.groups.group_connection import group_kind
 from coatcheck.router.groups.request import Request
 from tests.router.fake_group import EOS, VOCAB, FakeGroup
 from tests.router.http_router import HttpRouter, StartHttpRouter
@@ -103,11 +103,11 @@ async def test_a_stream_moves_with_its_adapter(start_router: StartRouter) -> Non
 
 
 def test_streams_move_between_equal_adapters() -> None:
-    """Groups are compatible if their adapters are, in any order; another weight under the same name is not."""
+    """Groups are of one kind if their adapters are equal, in any order; other weights under the same name are not."""
     model = model_with(sql="1", chat="2")
-    assert are_compatible(model, model_with(chat="2", sql="1"))
+    assert group_kind(model) == group_kind(model_with(chat="2", sql="1"))
     for other in (model_with(sql="1"), model_with(sql="1", chat="3"), model_with()):
-        assert not are_compatible(model, other)
+        assert group_kind(model) != group_kind(other)
 
 
 def test_prefixes_of_adapters_do_not_mix() -> None:

@@ -249,6 +249,32 @@ async def test_a_request_without_output_moves_to_any_group(
         assert (final.group, final.moves, len(stream.ids[0])) == ("b", 1, 20)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_choice_ends_with_the_end_token_of_the_group_that_computed_it(
+    start_router: StartRouter, tokenizer: TokenizerJson, n: int
+) -> None:
+    """A request without output moves to a group with another end-of-sequence token: this token ends its choices, and is
+    not text. A group of the first kind would show it."""
+    words = tokenizer.encode("the quick brown fox")
+    model = GetModelResponse()
+    model.CopyFrom(_OTHER_WEIGHTS)
+    model.eos_token_ids.append(words[-1])
+    first = FakeGroup("a", hold_after=0)
+    other = FakeGroup("b", model=model, token=lambda submit, choice, position: words[position])
+    router = await start_router(first)
+    stream = Stream(router, ask(n=n), n)
+    await stream.read()
+    router.groups.append(other)
+    connection = router.server.groups.find_connection("a")
+    assert connection is not None
+    await router.server.set_groups([connection.endpoint, await other.start()])
+    await router.wait_for_groups(2)
+    await first.kill()
+    await stream.finish()
+    assert stream.ids == [words] * n
+    assert [text.strip() for text in stream.texts] == ["the quick brown"] * n
+
+
 async def test_a_request_without_output_waits_for_a_group_that_is_large_enough(start_router: StartRouter) -> None:
     """A request that some group has accepted is not refused for its length while only smaller groups serve."""
     large, small = FakeGroup("a", hold_after=0), FakeGroup("b", num_blocks=2)

@@ -13,6 +13,7 @@ from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.errors import Unavailable
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, GenerateResponse, GetModelResponse, TokenIds
+from coatcheck.router.groups.group_connection import group_kind
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.submission import Submission
 from coatcheck.router.serving.admission_queue import Attempt
@@ -179,7 +180,7 @@ async def test_suspects_of_different_kinds_of_groups_do_not_delay_each_other(sta
 
     def place(like: GetModelResponse) -> "asyncio.Task[Submission]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
-        attempt = Attempt(request, LIFECYCLE, 1, only_compatible_with=like, suspicion=2)
+        attempt = Attempt(request, LIFECYCLE, 1, kind=group_kind(like), suspicion=2)
         return asyncio.create_task(dispatcher.send(attempt, wait_seconds=60.0))
 
     there = await place(one.model)
@@ -198,7 +199,7 @@ async def test_a_suspect_that_fits_no_group_delays_no_other(start_router: StartR
 
     def place(max_tokens: int, wait_seconds: float) -> "asyncio.Task[Submission]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=max_tokens, seed=7))
-        attempt = Attempt(request, LIFECYCLE, 1, {0: [9]}, only_compatible_with=small.model, suspicion=2)
+        attempt = Attempt(request, LIFECYCLE, 1, {0: [9]}, kind=group_kind(small.model), suspicion=2)
         return asyncio.create_task(dispatcher.send(attempt, wait_seconds=wait_seconds))
 
     there = await place(20, 10.0)
