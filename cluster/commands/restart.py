@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coatcheck.cluster.commands.supervisor_client import RayAddress, connect_to_supervisor
-from coatcheck.proto.errors import Unavailable
+from coatcheck.proto.errors import NotFound, Unavailable
 
 if TYPE_CHECKING:
     from coatcheck.cluster.ray_cluster.actor_handles import SupervisorHandle
@@ -41,7 +41,8 @@ def restart(
 def _restart_groups(supervisor: "SupervisorHandle", groups: list[str], drain_seconds: float, *, routers: bool) -> None:
     import ray
 
-    if not groups:
+    restarts_all = not groups
+    if restarts_all:
         # First, because the supervisor sends the groups their settings, and an older supervisor would omit new ones.
         began = time.monotonic()
         _restart_supervisor(supervisor)
@@ -49,7 +50,13 @@ def _restart_groups(supervisor: "SupervisorHandle", groups: list[str], drain_sec
         groups = ray.get(supervisor.get_config.remote()).group_names
     for group in groups:
         began = time.monotonic()
-        ray.get(supervisor.restart_group.remote(group, drain_seconds))
+        try:
+            ray.get(supervisor.restart_group.remote(group, drain_seconds))
+        except NotFound:
+            if not restarts_all:
+                raise
+            print(f"{group} was removed meanwhile", flush=True)  # by the autoscaler, or by `coatcheck scale`
+            continue
         _print_duration(group, began)
     for address in _find_routers(supervisor) if routers else ():
         began = time.monotonic()

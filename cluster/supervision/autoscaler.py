@@ -72,13 +72,16 @@ def _holds_since(start: float, samples: Sequence[QueueSample], holds: Sequence[b
 
 
 class Autoscaler:
-    """Applies an AutoscaleRule to a running cluster, through four functions. Without a rule it changes nothing.
+    """Applies an AutoscaleRule to a running cluster, through five functions. Without a rule it changes nothing.
 
     `measure_queue` returns (seconds that requests wait, number of busy groups). `count_groups` returns the number of
-    groups now. `request_room(groups)` asks Ray's autoscaler for nodes for `groups` groups in all; 0 withdraws the
-    request. `scale_groups(before, groups, drain_seconds)` changes the number of groups from `before` to `groups`, and
-    does nothing if another command has changed it meanwhile. A call that removes a group drains it for up to 300 s. The
-    autoscaler may call `scale_groups` again during that time, to add a group; then the group that drains must stay.
+    groups now. `restarts_wait` returns whether groups wait for a restart; to restart a group needs a second one.
+    `request_room(groups)` asks Ray's autoscaler for nodes for `groups` groups in all; 0 withdraws the request.
+    `scale_groups(before, groups, drain_seconds)` changes the number of groups from `before` to `groups`, and does
+    nothing if another command has changed it meanwhile. A call that removes a group first waits for a restart that
+    runs; the autoscaler cancels the call if the group has work meanwhile. Then the call drains the group for up to
+    300 s. The autoscaler may call `scale_groups` again during that time, to add a group; then the group that drains
+    must stay.
     """
 
     def __init__(
@@ -87,12 +90,14 @@ class Autoscaler:
         *,
         measure_queue: Callable[[], Awaitable[tuple[float, int]]],
         count_groups: Callable[[], int],
+        restarts_wait: Callable[[], bool],
         request_room: Callable[[int], None],
         scale_groups: Callable[[int, int, float], Awaitable[None]],
     ) -> None:
         self._rule = rule
         self._measure_queue = measure_queue
         self._count_groups = count_groups
+        self._restarts_wait = restarts_wait
         self._request_room = request_room
         self._scale_groups = scale_groups
         self._samples: deque[QueueSample] = deque()
@@ -101,6 +106,7 @@ class Autoscaler:
         self._logged_size = 0  # the last size that was logged as wanted; 0 once the cluster has it
         self._not_before = -math.inf
         self._removal: asyncio.Task[None] | None = None  # the removal of a group, which goes on between samples
+        self._removal_from = 0  # number of groups for as long as `_removal` waits; 0 once it drains its group
 
     def set_rule(self, rule: AutoscaleRule | None) -> None:
         """Use another rule from the next sample on. A group that is being added or removed stays so: to start one may
@@ -126,7 +132,8 @@ class Autoscaler:
         wait for the end of a removal."""
         if self._removal is not None and self._removal.done():
             removal, self._removal = self._removal, None
-            removal.result()  # raises its unexpected error, if any
+            if not removal.cancelled():
+                removal.result()  # raises its unexpected error, if any
         rule = self._rule
         if rule is None:
             self._samples.clear()
@@ -135,6 +142,12 @@ class Autoscaler:
             return
         groups = await self._add_sample(now, max(rule.grow_hold_seconds, rule.shrink_hold_seconds))
         wanted = rule.choose_size(self._samples, groups, now)
+        if wanted == 1 < groups and self._restarts_wait():
+            wanted = groups  # no group could be restarted any more
+        if groups != self._removal_from:
+            self._removal_from = 0
+        elif wanted >= groups and self._removal is not None:
+            self._removal.cancel()  # it waits for a restart, and its group has work meanwhile
         await self._request_nodes(wanted, groups)
         if wanted == groups:
             self._logged_size = 0
@@ -148,6 +161,7 @@ class Autoscaler:
         if wanted > groups:
             await self._change_size(groups, wanted, now, is_new=is_new)
         elif self._removal is None:
+            self._removal_from = groups
             self._removal = asyncio.create_task(self._change_size(groups, wanted, now, is_new=is_new))
             await asyncio.sleep(0)  # let the removal begin
 

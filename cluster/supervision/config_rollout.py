@@ -119,6 +119,11 @@ class ConfigRollout:
         because = f" ({self.obstacle})" if self.obstacle else ""
         return f"waits for {' and '.join(waits)}{because}" if waits else ""
 
+    @property
+    def restarts_wait(self) -> bool:
+        """Whether groups must still be restarted."""
+        return bool(self._pending.groups)
+
     def apply(self, wanted: ServeConfig) -> str:
         """Begin a rollout of the settings `wanted`. Returns why they are refused, or "". A refusal changes nothing."""
         change = compare_configs(self.config, wanted)

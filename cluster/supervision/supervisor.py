@@ -51,6 +51,7 @@ class Supervisor:
             make_autoscale_rule(config),
             measure_queue=self._routers.measure_queue,
             count_groups=lambda: self._groups.size,
+            restarts_wait=lambda: self._rollout.restarts_wait,
             request_room=lambda groups: launch.request_nodes(plan.bundle, groups * config.tp),
             scale_groups=self._groups.scale_groups_from,
         )

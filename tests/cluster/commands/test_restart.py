@@ -9,7 +9,7 @@ import ray
 
 from coatcheck.cluster.commands import restart
 from coatcheck.cluster.ray_cluster.cluster_state import ClusterState
-from coatcheck.proto.errors import Unavailable
+from coatcheck.proto.errors import NotFound, Unavailable
 
 
 class Supervisor:
@@ -48,3 +48,27 @@ def test_a_router_that_does_not_serve_is_an_error(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(Unavailable, match="no router was restarted, because one does not serve"):
         restart_routers(supervisor)
     assert supervisor.restarted == []
+
+
+def test_a_group_that_is_removed_meanwhile_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The autoscaler removes a group while an earlier one restarts: the rolling restart goes on. A group that the user
+    has named must exist."""
+    restarted: list[str] = []
+
+    def restart_group(group: str, drain: float) -> None:
+        if group == "group-1":
+            raise NotFound("there is no group 'group-1'; there are group-0")
+        restarted.append(group)
+
+    supervisor: Any = Supervisor([("10.0.0.1:50051",)])
+    supervisor.restart_group = SimpleNamespace(remote=restart_group)
+    names = ["group-0", "group-1", "group-2"]
+    supervisor.get_config = SimpleNamespace(remote=lambda: SimpleNamespace(group_names=names))
+    monkeypatch.setattr(restart, "_restart_supervisor", lambda supervisor: None)
+    restart._restart_groups(supervisor, [], 1.0, routers=True)
+    assert restarted == ["group-0", "group-2"] and supervisor.restarted == ["10.0.0.1:50051"]
+    assert "group-1 was removed meanwhile" in capsys.readouterr().out
+    with pytest.raises(NotFound):
+        restart._restart_groups(supervisor, ["group-1"], 1.0, routers=False)

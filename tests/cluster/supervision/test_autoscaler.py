@@ -95,7 +95,12 @@ async def test_room_is_asked_for_until_there_is_some(failure: CoatcheckError, tr
         groups = wished
 
     autoscaler = Autoscaler(
-        RULE, measure_queue=measure_queue, count_groups=lambda: groups, request_room=asked.append, scale_groups=scale
+        RULE,
+        measure_queue=measure_queue,
+        count_groups=lambda: groups,
+        restarts_wait=lambda: False,
+        request_room=asked.append,
+        scale_groups=scale,
     )
     for clock in map(float, range(120)):
         free, queue = clock >= 20, 5.0 if clock < 40 else 0.0
@@ -119,7 +124,12 @@ async def test_idleness_may_be_shorter_than_a_queue() -> None:
 
     rule = AutoscaleRule(min_groups=2, max_groups=3, target_seconds=1.0, shrink_hold_seconds=3.0)
     autoscaler = Autoscaler(
-        rule, measure_queue=measure_queue, count_groups=lambda: groups, request_room=lambda _: None, scale_groups=scale
+        rule,
+        measure_queue=measure_queue,
+        count_groups=lambda: groups,
+        restarts_wait=lambda: False,
+        request_room=lambda _: None,
+        scale_groups=scale,
     )
     for clock in range(12):
         await autoscaler.evaluate_rule(float(clock))
@@ -143,7 +153,12 @@ async def test_looks_may_be_far_apart(apart: float) -> None:
         wanted.append(clock)
 
     autoscaler = Autoscaler(
-        RULE, measure_queue=measure_queue, count_groups=lambda: 2, request_room=lambda _: None, scale_groups=scale
+        RULE,
+        measure_queue=measure_queue,
+        count_groups=lambda: 2,
+        restarts_wait=lambda: False,
+        request_room=lambda _: None,
+        scale_groups=scale,
     )
     while not wanted and clock < 200.0:
         await autoscaler.evaluate_rule(clock)
@@ -166,7 +181,12 @@ async def test_without_a_rule_nothing_changes() -> None:
         raise InsufficientResources("1 group with tp 1 needs 1 CPU: 1 missing")
 
     autoscaler = Autoscaler(
-        RULE, measure_queue=measure_queue, count_groups=lambda: 2, request_room=asked.append, scale_groups=scale
+        RULE,
+        measure_queue=measure_queue,
+        count_groups=lambda: 2,
+        restarts_wait=lambda: False,
+        request_room=asked.append,
+        scale_groups=scale,
     )
     for clock in map(float, range(30)):
         autoscaler.set_rule(None if 12 <= clock < 15 else RULE)
@@ -193,7 +213,12 @@ async def test_a_queue_during_a_removal_is_noticed() -> None:
             await drained
 
     autoscaler = Autoscaler(
-        RULE, measure_queue=measure_queue, count_groups=lambda: groups, request_room=lambda _: None, scale_groups=scale
+        RULE,
+        measure_queue=measure_queue,
+        count_groups=lambda: groups,
+        restarts_wait=lambda: False,
+        request_room=lambda _: None,
+        scale_groups=scale,
     )
     for clock in map(float, range(200)):
         queue = 0.0 if clock < 150 else 5.0
@@ -204,3 +229,64 @@ async def test_a_queue_during_a_removal_is_noticed() -> None:
     with pytest.raises(RuntimeError, match="Ray is gone"):
         await autoscaler.evaluate_rule(200.0)
     await autoscaler.evaluate_rule(201.0)
+
+
+async def test_a_removal_that_waits_for_a_restart_is_taken_back() -> None:
+    """The last group is idle, and its removal waits for minutes for the restart of another group. Then the group has
+    work again: it is not removed. Once it has been idle for long enough again, it is."""
+    calls: list[tuple[float, int]] = []
+    clock, busy = 0.0, 1
+    restarted = asyncio.Event()
+    removed: list[float] = []
+
+    async def measure_queue() -> tuple[float, int]:
+        return 0.0, busy
+
+    async def scale(_: int, wished: int, __: float) -> None:
+        calls.append((clock, wished))
+        await restarted.wait()
+        removed.append(clock)
+
+    autoscaler = Autoscaler(
+        RULE,
+        measure_queue=measure_queue,
+        count_groups=lambda: 3 - len(removed),
+        restarts_wait=lambda: False,
+        request_room=lambda _: None,
+        scale_groups=scale,
+    )
+    for clock in map(float, range(300)):
+        busy = 3 if 100 <= clock < 200 else 1
+        if clock == 150:
+            restarted.set()
+        await autoscaler.evaluate_rule(clock)
+        await asyncio.sleep(0)
+    assert calls == [(60.0, 2), (260.0, 2)]
+    assert removed == [260.0]
+
+
+async def test_the_second_group_stays_while_groups_wait_for_a_restart() -> None:
+    """With one group left no group could be restarted: the rollout of new settings would wait until more groups are
+    needed."""
+    wished_sizes: list[tuple[float, int]] = []
+    clock, groups = 0.0, 3
+
+    async def measure_queue() -> tuple[float, int]:
+        return 0.0, 0
+
+    async def scale(_: int, wished: int, __: float) -> None:
+        nonlocal groups
+        wished_sizes.append((clock, wished))
+        groups = wished
+
+    autoscaler = Autoscaler(
+        RULE,
+        measure_queue=measure_queue,
+        count_groups=lambda: groups,
+        restarts_wait=lambda: clock < 300.0,
+        request_room=lambda _: None,
+        scale_groups=scale,
+    )
+    for clock in map(float, range(400)):
+        await autoscaler.evaluate_rule(clock)
+    assert wished_sizes == [(60.0, 2), (300.0, 1)]
