@@ -7,7 +7,7 @@ from typing import Final
 NOT_NEEDED: Final = "not needed: "
 NOT_SUPPORTED: Final = "not supported: "
 
-_SPECULATIVE: Final = f"{NOT_SUPPORTED}speculative decoding"
+_SPECULATIVE: Final = "--speculative-tokens, such as 4, for drafts by prompt lookup (ngram); there are no draft models"
 _PIPELINE: Final = f"{NOT_SUPPORTED}pipeline parallelism; --tp shards the model, also over several hosts"
 _EXPERTS: Final = "--expert-parallel: whole experts on the ranks of --tp"
 _LATENTS: Final = "--mla-shard tokens: the ranks of --tp divide the KV cache of latent attention"
@@ -75,6 +75,7 @@ SERVE_HINTS: Final[dict[str, str]] = {
     "-q": "--quantization",
     "--speculative-config": _SPECULATIVE,
     "--speculative-algorithm": _SPECULATIVE,
+    "--speculative-num-draft-tokens": "--speculative-tokens",
     "--pipeline-parallel-size": _PIPELINE,
     "-pp": _PIPELINE,
     "--pp-size": _PIPELINE,

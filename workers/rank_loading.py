@@ -137,8 +137,13 @@ def check_attention_library(config: GroupConfig, device: torch.device) -> None:
 
 
 def build_engine(config: GroupConfig, loaded: LoadedRank, runner: Runner) -> Engine:
-    """The engine over `runner`. On a GPU steps are pipelined one deep, because launches there are asynchronous."""
+    """The engine over `runner`. On a GPU steps are pipelined one deep, because launches there are asynchronous, unless
+    drafts need the tokens of the step before."""
     memory = loaded.memory
+    drafts = config.speculative_tokens
+    if drafts and loaded.spec.state_layers:
+        _log.warning("no speculative decoding: the recurrent states of %s cannot undo a wrong guess", loaded.spec.name)
+        drafts = 0
     engine = Engine(
         loaded.spec,
         runner,
@@ -150,7 +155,8 @@ def build_engine(config: GroupConfig, loaded: LoadedRank, runner: Runner) -> Eng
         max_batch_tokens=config.max_batch_tokens,
         max_model_len=config.max_model_len,
         eviction=config.eviction,
-        pipeline_depth=1 if memory.pool.device.type == "cuda" else 0,
+        pipeline_depth=1 if memory.pool.device.type == "cuda" and not drafts else 0,
+        max_draft_tokens=drafts,
         grammars=loaded.grammars,
     )
     engine.update_copy_costs(loaded.copy_report)

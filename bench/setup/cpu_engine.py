@@ -37,6 +37,7 @@ def make_cpu_engine(
     max_num_seqs: int,
     max_batch_tokens: int = 512,
     host_blocks: int = 0,
+    max_draft_tokens: int = 0,
     grammars: GrammarBackend | None = None,
 ) -> Engine:
     """An engine with its own pool of `num_blocks` blocks, and a host tier if `host_blocks` is above 0."""
@@ -60,6 +61,7 @@ def make_cpu_engine(
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,
+        max_draft_tokens=max_draft_tokens,
         grammars=grammars,
     )
 

@@ -32,6 +32,7 @@ from coatcheck.cluster.client.request_builder import (
 )
 from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.cluster.config.derived_config import group_config
+from coatcheck.cluster.config.gguf_model import with_converted_model
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.kernels.compile_watch import CompileWatch
 from coatcheck.proto.errors import InvalidConfig, InvalidRequest
@@ -83,12 +84,13 @@ class LLMSettings(TypedDict, total=False):
     max_num_seqs: int
     max_batch_tokens: int
     max_cudagraph_capture_size: int
+    speculative_tokens: int
 
 
 class LLM:
     """One model on one device of this process. Not thread-safe.
 
-    `model`: a directory or a Hugging Face model id. `seed`: the seed of the generator that draws seeds for requests
+    `model`: a directory, a GGUF file or a Hugging Face model id. `seed`: the seed of the generator that draws seeds for requests
     without one; None: random. `settings`: see LLMSettings.
 
     Raises InvalidModel for a checkpoint that cannot be served and InvalidConfig for settings that do not fit.
@@ -99,7 +101,7 @@ class LLM:
             raise InvalidConfig(f"LLM has no setting {min(unknown)}; it has {', '.join(LLMSettings.__annotations__)}")
         if not isinstance(model, str | os.PathLike):
             raise InvalidConfig(f"model is {model!r}; it must be one directory or one Hugging Face model id")
-        serve_config = ServeConfig.build({"model": str(model), **settings})
+        serve_config = with_converted_model(ServeConfig.build({"model": str(model), **settings}))
         device = choose_device(serve_config.device)
         config = group_config(serve_config, _GROUP, device.type)
         files = find_files(config.model)

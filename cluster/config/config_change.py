@@ -38,7 +38,7 @@ EFFECTS: Final[Mapping[str, Effect]] = {
     **dict.fromkeys(("kv_memory", "gpu_memory_utilization", "host_kv_memory", "eviction"), Effect.GROUPS),
     **dict.fromkeys(("max_num_seqs", "max_batch_tokens", "max_model_len", "skip_verify"), Effect.GROUPS),
     "state_snapshot_share": Effect.GROUPS,
-    **dict.fromkeys(("max_cudagraph_capture_size", "attention_backend"), Effect.GROUPS),
+    **dict.fromkeys(("max_cudagraph_capture_size", "attention_backend", "speculative_tokens"), Effect.GROUPS),
     **dict.fromkeys(("max_queued", "max_logprobs", "routing", "generation_config", "tool_parser"), Effect.ROUTERS),
     **dict.fromkeys(("cors_origins", "trust_request_chat_template", "enable_tokenizer_info_endpoint"), Effect.ROUTERS),
     **dict.fromkeys(("root_path", "enable_force_include_usage"), Effect.ROUTERS),

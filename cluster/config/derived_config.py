@@ -30,6 +30,7 @@ def group_config(
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens or BATCH_TOKENS[device],
         max_cudagraph_capture_size=config.max_cudagraph_capture_size,
+        speculative_tokens=config.speculative_tokens,
         max_model_len=config.max_model_len,
         deterministic=config.deterministic,
         attention_backend=config.attention_backend,

@@ -49,13 +49,13 @@ UpToADay = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 class ServeConfig(Settings):
     """`groups` tensor-parallel groups of `tp` ranks each, behind a router."""
 
-    model: NonEmpty = Field(description="A checkpoint directory or a Hugging Face model id.")
+    model: NonEmpty = Field(description="A checkpoint directory, a GGUF file or a Hugging Face model id.")
 
     served_model_name: ModelName | None = setting(
         "Model",
         "The model's name for clients, or several with commas; responses have the first.",
         None,
-        in_words="the directory's name or the Hugging Face model id",
+        in_words="the name of the directory or GGUF file, or the Hugging Face model id",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("Model", "cpu, cuda, or auto: GPUs if there are any.", "auto")
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(parse_dtype)] = setting(
@@ -203,6 +203,14 @@ class ServeConfig(Settings):
         2048,
         ge=0,
         le=2048,
+    )
+    speculative_tokens: int = setting(
+        "Limits",
+        "Speculative decoding: maximum tokens of a sequence that one step guesses from the sequence's own text and "
+        "checks, beside the next token. Steps guess only if that saves time. Tokens stay the same. 0: none.",
+        0,
+        ge=0,
+        le=32,
     )
     max_queued: int = setting(
         "Limits",

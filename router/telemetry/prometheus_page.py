@@ -46,6 +46,8 @@ _COUNTERS: Final = (
     ("group_state_snapshot_evictions", "Snapshots of states replaced by others.", "state_snapshot_evictions"),
     ("group_prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
     ("group_generated_tokens", "Tokens generated.", "generated_tokens"),
+    ("group_draft_tokens", "Draft tokens computed (speculative decoding).", "draft_tokens"),
+    ("group_accepted_draft_tokens", "Draft tokens that were right.", "accepted_draft_tokens"),
     ("group_preemptions", "Sequences that had to free their blocks.", "preemptions"),
     ("group_demoted_blocks", "Blocks copied to host memory.", "demotions"),
     ("group_restored_blocks", "Blocks copied back from host memory.", "restores"),

@@ -74,7 +74,7 @@ def test_a_flag_with_several_values(words: list[str]) -> None:
         (["bench", "--num-prompts", "8"], "--num-requests"),
         (["status", "--host", "h"], "--address HOST:PORT"),
         (["serve", "m", "--enable-auto-tool-choice"], "has no --enable-auto-tool-choice; not needed: tool calls are"),
-        (["serve", "m", "--speculative-config", "{}"], "no --speculative-config; not supported: speculative decoding"),
+        (["serve", "m", "--speculative-config", "{}"], "no --speculative-config; here it is --speculative-tokens"),
         (["serve", "m", "--seed=1"], "has no --seed; not needed: each request has its field `seed`"),
         (["bench", "--dataset-name", "random"], "--prompts random"),
         (["serve", "m", "--tp", "2"], None),

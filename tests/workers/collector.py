@@ -8,7 +8,7 @@ from tests.workers.fake_runner import SPEC, FakeRunner
 
 
 def make_engine(
-    num_blocks: int = 64, *, depth: int = 0, seqs: int = 8, budget: int = 64, snapshots: int = 0
+    num_blocks: int = 64, *, depth: int = 0, seqs: int = 8, budget: int = 64, snapshots: int = 0, drafts: int = 0
 ) -> tuple[Engine, FakeRunner]:
     """An engine over 4-token blocks. With `snapshots` its model keeps states."""
     runner = FakeRunner(num_blocks, 4, keeps_states=snapshots > 0)
@@ -21,6 +21,7 @@ def make_engine(
         max_batch_tokens=budget,
         pipeline_depth=depth,
         num_snapshots=snapshots,
+        max_draft_tokens=drafts,
     )
     return engine, runner
 

@@ -2,10 +2,11 @@
 
 It keeps the same mirror as a rank, but a slot of its pool holds the (token, position, hash of all before) that was
 stored there. Each row reads back its whole context through its block table and fails if anything but its own tokens
-lies there. The token it "samples" is a hash of that context, so a wrong block also changes what comes out. Its host
-memory is a second such pool; what is restored arrives as late as `delay` says, as on a GPU, and until then the block
-holds nothing that anybody may read. With `keeps_states` each slot also has a state, the tokens before: a row that does
-not start at 0 fails unless its slot has the state of its own tokens.
+lies there. Draft tokens are a row's own while the step is computed. The token it "samples" is a hash of that context,
+so a wrong block also changes what comes out. Its host memory is a second such pool; what is restored arrives as late as
+`delay` says, as on a GPU, and until then the block holds nothing that anybody may read. With `keeps_states` each slot
+also has a state, the tokens before: a row that does not start at 0 fails unless its slot has the state of its own
+tokens.
 """
 
 import zlib
@@ -122,17 +123,22 @@ class FakeRunner:
             self.pool[target] = list(self.pool[source])
         self._copy_states(plan.state_restores)
         sampled = []
-        slots = [row.slot for row in plan.scheduled]
+        slots = [row.slot for row in plan.scheduled[: len(plan.scheduled) - len(plan.drafts)]]
         assert len(set(slots)) == len(slots), "a slot has two rows"
+        texts = {slot: list(self.tokens[slot]) for slot in slots}  # with the drafts
+        for row, draft in zip(plan.scheduled[len(slots) :], plan.drafts, strict=True):
+            assert (row.slot, row.start, row.num_tokens, row.needs_sample) == (draft.slot, draft.position, 1, True)
+            assert len(texts[draft.slot]) == draft.position, "a draft token leaves a gap"
+            texts[draft.slot].append(draft.token_id)
         for row in plan.scheduled:  # every row's keys are stored before any row attends
-            tokens, table = self.tokens[row.slot], self.tables[row.slot]
+            tokens, table = texts[row.slot], self.tables[row.slot]
             for position in range(row.start, row.start + row.num_tokens):
                 block = table[position // self.block_size]
                 assert not any(copy.block == block for copy in self._copies), "written while a restore is under way"
                 self.pool[block][position % self.block_size] = tuple(tokens[: position + 1])
             self.computed += row.num_tokens
-        for row in plan.scheduled:
-            tokens, table = self.tokens[row.slot], self.tables[row.slot]
+        for index, row in enumerate(plan.scheduled):
+            tokens, table = texts[row.slot], self.tables[row.slot]
             end = row.start + row.num_tokens
             for position in range(end):
                 there = self.pool[table[position // self.block_size]][position % self.block_size]
@@ -141,8 +147,10 @@ class FakeRunner:
             if row.needs_sample:
                 _, choice, seed = self.rows[row.slot]
                 token = next_token(tokens[:end], choice, seed)
-                assert len(tokens) == end, "sampled before its last token"
-                tokens.append(token)
+                known = self.tokens[row.slot]
+                assert index >= len(slots) or len(known) == end, "sampled before its last token"
+                if known == tokens[:end]:  # else a draft token was wrong
+                    known.append(token)
             sampled.append(token)
             if self.states is not None:
                 state = self.states.get(row.slot) if row.start else ()

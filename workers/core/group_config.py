@@ -20,6 +20,7 @@ class GroupConfig:
     `max_waiting`: limit on the waiting requests of all routers together; the group refuses more.
     `mla_shard`: `tokens` divides the latents of a block's tokens over the ranks; `replicate` stores all on each.
     `max_cudagraph_capture_size`: tokens of the largest step that is a CUDA graph; 0 for no graphs.
+    `speculative_tokens`: draft tokens of a sequence in a step, at most; 0 for no speculative decoding.
     `attention_backend`: auto, triton, flashinfer or fa3 (attention_selector.py).
     `skip_verify`: serve a model type that the tests do not cover without comparing a small copy with transformers.
     `threads`: intra-op threads of each rank on CPU; 0 divides the host's cores among its ranks.
@@ -48,6 +49,7 @@ class GroupConfig:
     max_waiting: int = 1024
     max_batch_tokens: int = 2048
     max_cudagraph_capture_size: int = 2048
+    speculative_tokens: int = 0
     max_model_len: int | None = None
     deterministic: bool = False
     attention_backend: str = "auto"

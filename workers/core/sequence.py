@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from coatcheck.workers.core.cache_reasons import PrefixMiss
+from coatcheck.workers.core.prompt_lookup import PromptLookup
 from coatcheck.workers.core.request import EngineRequest, Pooling
 from coatcheck.workers.core.step_output import FinishReason, SequenceOutput, TokenLogprob
 
@@ -32,6 +33,8 @@ class Sequence:
     `snapshot_points`: numbers of leading blocks after which the states are to be saved, ascending; a chunk ends there.
     `last_snapshot`: the number of leading blocks after which its states were last restored or saved; 0 before.
     `awaited_hash`: the last prefix block for which this sequence waited while another sequence computed it.
+    `prompt_lookup`: the text in which drafts are looked up; None before the first. `draft_match`: Draft.match of the
+    sequence's tokens in the step that is being computed.
     """
 
     request: EngineRequest
@@ -56,6 +59,8 @@ class Sequence:
     snapshot_points: list[int] = field(default_factory=list)
     last_snapshot: int = 0
     awaited_hash: bytes = b""
+    prompt_lookup: PromptLookup | None = None
+    draft_match: int = 0
     num_prompt_logprobs: int = 0  # already sent
     adapter: int = 0  # the index of the request's adapter in a step, from 1; 0 without one
     embedding: list[float] = field(default_factory=list)  # of the prompt, once it is computed

@@ -59,6 +59,12 @@ class SequenceOutput:
     miss: PrefixMiss | None = None
     embedding: list[float] = field(default_factory=list)
 
+    def extend(self, later: "SequenceOutput") -> None:
+        """Append the tokens of a later output of the same step, and its end."""
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.finish_reason, self.stop_token_id = later.finish_reason, later.stop_token_id
+
 
 @dataclass(frozen=True, slots=True)
 class KvEvent:
@@ -96,8 +102,8 @@ class StateSnapshotStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The counters from `prompt_tokens` to `prefill_seconds` and from `demotions` to `prefix_misses` are totals since
-    the start. The other fields are present values or running averages."""
+    """The counters from `prompt_tokens` to `prefill_seconds`, from `demotions` to `prefix_misses`, `draft_tokens` and
+    `accepted_draft_tokens` are totals since the start. The other fields are present values or running averages."""
 
     running: int
     waiting: int
@@ -126,3 +132,5 @@ class EngineStats:
     restore_seconds: float = 0.0
     slowness: float = 1.0  # recent step time over usual step time
     snapshots: StateSnapshotStats = StateSnapshotStats()
+    draft_tokens: int = 0  # computed as guesses (speculative decoding)
+    accepted_draft_tokens: int = 0  # of these, the right ones

@@ -58,6 +58,14 @@ class ScheduledSequence(NamedTuple):
     needs_sample: bool
 
 
+class DraftToken(NamedTuple):
+    """A guess of the token at `position` of a slot (see workers/engine/drafter.py)."""
+
+    slot: int
+    position: int
+    token_id: int
+
+
 class TableWrite(NamedTuple):
     """block_tables[slot][block_index] = block."""
 
@@ -70,10 +78,10 @@ class TableWrite(NamedTuple):
 class StepPlan:
     """One step.
 
-    Ranks apply the fields in this order: demotes, restores, new sequences, table writes, cow_copies, state_restores;
-    then they compute all scheduled tokens in one forward pass, and apply state_saves. They report the progress of
-    demotes and restores (see CopyReport). They compile the grammars in other threads, and report how many are compiled
-    (see GrammarCompiler).
+    Ranks apply the fields in this order: demotes, restores, new sequences, table writes, cow_copies, state_restores,
+    drafts; then they compute all scheduled tokens in one forward pass, and apply state_saves. They report the progress
+    of demotes and restores (see CopyReport). They compile the grammars in other threads, and report how many are
+    compiled (see GrammarCompiler).
     """
 
     step: int = 0
@@ -81,6 +89,8 @@ class StepPlan:
     table_writes: list[TableWrite] = field(default_factory=list)
     cow_copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: (source block, target block)
     scheduled: list[ScheduledSequence] = field(default_factory=list)
+    # Guessed tokens. The last entries of `scheduled` compute them, one entry for each, in the same order.
+    drafts: list[DraftToken] = field(default_factory=list)
     demotes: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     restores: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     state_restores: list[tuple[int, int]] = field(default_factory=list)  # (snapshot's slot, sequence's slot)
@@ -113,7 +123,7 @@ class StepPlan:
             _put_list(out, _encode_grammar(grammar))
         for tuples in (
             *(self.table_writes, self.cow_copies, self.scheduled, self.demotes, self.restores),
-            *(self.state_restores, self.state_saves),
+            *(self.state_restores, self.state_saves, self.drafts),
         ):
             _put_list(out, list(chain.from_iterable(tuples)))
         _put_list(out, self.dropped_grammars)
@@ -138,6 +148,7 @@ class StepPlan:
             restores=[(host_block, block) for host_block, block in reader.take_tuples(2)],
             state_restores=[(source, target) for source, target in reader.take_tuples(2)],
             state_saves=[(source, target) for source, target in reader.take_tuples(2)],
+            drafts=[DraftToken(*draft) for draft in reader.take_tuples(3)],
             dropped_grammars=reader.take_list().tolist(),
         )
 

@@ -22,6 +22,7 @@ from coatcheck.workers.core.runner_protocol import CopyReport, LaunchedStep, Run
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_output import EngineStats, FinishReason, SequenceOutput, StateSnapshotStats, StepOutput
 from coatcheck.workers.core.step_plan import StepPlan
+from coatcheck.workers.engine.drafter import Drafter
 from coatcheck.workers.engine.input_processor import InputProcessor
 from coatcheck.workers.engine.scheduler import Scheduler
 from coatcheck.workers.engine.step_statistics import StepStatistics
@@ -33,8 +34,8 @@ from coatcheck.workers.structured.grammar_registry import MAX_CACHED_GRAMMARS, G
 
 @dataclass(slots=True)
 class _StepInFlight:
-    """A launched step. `sequences`: those of `plan.scheduled`, in its order. `preemptions`: the `num_preemptions` of
-    each of `sequences` when the step was planned."""
+    """A launched step. `sequences`: those of `plan.scheduled`, in its order, so a sequence with draft tokens is there
+    more than once. `preemptions`: the `num_preemptions` of each of `sequences` when the step was planned."""
 
     plan: StepPlan
     sequences: list[Sequence]
@@ -48,6 +49,9 @@ class Engine:
 
     `num_snapshots`: the runner's slots for snapshots of states. With 0, a model that keeps states has no prefix cache,
     because it can start a prompt only at a snapshot.
+
+    `max_draft_tokens`: of one sequence in one step (speculative decoding by prompt lookup); 0 for none. Drafts need
+    `pipeline_depth` 0, because they follow the tokens of the step before. Models with states get none.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Engine:
         num_snapshots: int = 0,
         eviction: str = "cost",
         pipeline_depth: int = 0,
+        max_draft_tokens: int = 0,
         grammars: GrammarBackend | None = None,
         grammars_kept: int = MAX_CACHED_GRAMMARS,
         clock: Callable[[], float] = time.perf_counter,
@@ -75,6 +80,8 @@ class Engine:
         self.has_prefix_cache = not spec.state_layers or num_snapshots > 0
         self.spec = spec
         self.block_size = block_size
+        assert not (pipeline_depth and max_draft_tokens), "a pipelined engine plans before it knows the last token"
+        self._drafter = Drafter(max_draft_tokens) if max_draft_tokens and not spec.state_layers else None
         # A sequence that runs alone must fit in the pool.
         self.max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len, num_blocks * block_size)
         self.scheduler = Scheduler(
@@ -82,6 +89,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
             attention_crossover=spec.attention_crossover,
+            drafter=self._drafter,
         )
         self._input_processor = InputProcessor(
             spec,
@@ -187,6 +195,8 @@ class Engine:
             restore_seconds=copy_cost.restore,
             slowness=measured.slowness,
             snapshots=StateSnapshotStats() if pool.states is None else pool.states.stats(),
+            draft_tokens=0 if self._drafter is None else self._drafter.num_drafted,
+            accepted_draft_tokens=0 if self._drafter is None else self._drafter.num_accepted,
         )
 
     def unstarted_requests(self) -> set[str]:
@@ -245,9 +255,12 @@ class Engine:
         """Wait for a step's result, apply it, and report it."""
         result = step.launched.wait()
         outputs, self._ended_early = self._ended_early, []
-        for index in range(len(step.sequences)):
+        num_planned = len(step.sequences) - len(step.plan.drafts)
+        for index in range(num_planned):
             if (output := self._confirm_sequence(step, index, result)) is not None:
                 outputs.append(output)
+        if step.plan.drafts:
+            self._confirm_drafts(step, num_planned, result, outputs)
         if result.copy_report is not None:
             self.scheduler.record_copies(result.copy_report)
         if result.num_compiled is not None:
@@ -285,6 +298,29 @@ class Engine:
         if planned.needs_sample:
             self._add_token(output, sequence, index, result)
         return output if output.token_ids or output.prompt_logprobs else None
+
+    def _confirm_drafts(
+        self, step: _StepInFlight, first: int, result: StepResult, outputs: list[SequenceOutput]
+    ) -> None:
+        """Add the tokens that follow right draft tokens to the sequences' outputs. `first`: the index of the first
+        draft token in `scheduled`."""
+        assert self._drafter is not None
+        output_of = {(output.request_id, output.choice): output for output in outputs}
+        wrong: set[int] = set()  # slots
+        for index, draft in enumerate(step.plan.drafts, first):
+            sequence = step.sequences[index]
+            if draft.slot in wrong or sequence.is_finished:
+                continue
+            is_right = sequence.token_ids[draft.position] == draft.token_id
+            self._drafter.record_token(sequence, is_accepted=is_right)
+            if not is_right:
+                wrong.add(draft.slot)
+                continue
+            # From here on the row is one that was planned with a known token.
+            sequence.num_scheduled += 1
+            sequence.num_output_placeholders += 1
+            if (more := self._confirm_sequence(step, index, result)) is not None:
+                output_of[more.request_id, more.choice].extend(more)
 
     def _add_token(self, output: SequenceOutput, sequence: Sequence, index: int, result: StepResult) -> None:
         """Report the sequence's new token, and end the sequence if the token ends it."""
@@ -324,6 +360,9 @@ class Engine:
         self._last_confirmed_at = now
         num_prefill_tokens = sum(one.num_tokens for one in step.plan.scheduled if one.num_tokens > 1)
         self._statistics.record_step(step.plan, num_prefill_tokens, seconds, now)
+        if self._drafter is not None and step.plan.scheduled and not num_prefill_tokens:
+            num_drafts = len(step.plan.drafts)
+            self._drafter.record_step(len(step.sequences) - num_drafts, num_drafts, seconds)
         return num_prefill_tokens, seconds
 
     def _refuse_request(self, request_id: str, error: CoatcheckError) -> None:

@@ -4,7 +4,8 @@ Continuous batching under a token budget. Each step takes, in this order:
 
 1. the next token of every running sequence that decodes,
 2. the next chunk of running prompts,
-3. waiting sequences, by priority and then in order of arrival.
+3. waiting sequences, by priority and then in order of arrival,
+4. draft tokens (drafter.py), if there are no prompts to compute.
 
 A cached prefix is not computed again. Blocks that only the host tier holds are restored if that is faster than
 computing them. During its restores a sequence holds its slot and blocks but is in no plan. A sequence waits while
@@ -26,7 +27,8 @@ from typing import Final
 from coatcheck.workers.core.request import Pooling
 from coatcheck.workers.core.runner_protocol import CopyReport
 from coatcheck.workers.core.sequence import Sequence
-from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
+from coatcheck.workers.core.step_plan import DraftToken, NewSequence, ScheduledSequence, StepPlan, TableWrite
+from coatcheck.workers.engine.drafter import Drafter
 from coatcheck.workers.kv.kv_cache_manager import KVCacheManager
 
 _SMALLEST_CHUNK: Final = 16  # tokens; a smaller chunk costs little more than the overhead of its step
@@ -77,10 +79,18 @@ class Scheduler:
     """Owns the sequences' slots and the blocks of `kv_cache`. `waiting` and `running` are sorted by `sort_key`.
 
     `attention_crossover`: the context length in tokens at which attention takes as long as the linears.
+    `drafter`: None for no draft tokens. It needs an engine that does not plan a step before it knows the tokens of the
+    step before, and a model without recurrent states.
     """
 
     def __init__(
-        self, kv_cache: KVCacheManager, *, max_num_seqs: int, max_batch_tokens: int, attention_crossover: int
+        self,
+        kv_cache: KVCacheManager,
+        *,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        attention_crossover: int,
+        drafter: Drafter | None = None,
     ) -> None:
         self.kv_cache = kv_cache
         self.pool = kv_cache.pool
@@ -91,6 +101,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
         self._attention_crossover = attention_crossover
+        self._drafter = drafter
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._unsent_writes: list[TableWrite] = []  # for the next plan
         self._num_steps = 0
@@ -110,6 +121,8 @@ class Scheduler:
         budget = _TokenBudget(left, self._attention_crossover, with_decodes=bool(scheduled))
         self._plan_prefills(plan, scheduled, budget)
         self._plan_admissions(plan, scheduled, budget)
+        if self._drafter is not None and all(one.num_tokens == 1 and one.needs_sample for one in plan.scheduled):
+            self._plan_drafts(self._drafter, plan, scheduled)
         self.kv_cache.plan_copies(plan, with_decodes=budget.with_decodes)
         if plan.is_idle:  # the engine may drop an idle plan
             self._unsent_writes, plan.table_writes = plan.table_writes, []
@@ -206,10 +219,34 @@ class Scheduler:
         self._schedule_tokens(plan, sequence, budget.take_tokens(sequence.num_scheduled, wanted))
 
     def _schedule_tokens(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
-        """Add the sequence's next `count` tokens to the plan. Allocate missing blocks, and copy a shared block before
-        it is written. The caller makes sure that there are enough blocks."""
-        size = self._block_size
+        """Add the sequence's next `count` tokens to the plan. The caller makes sure that there are enough blocks."""
         start = sequence.num_scheduled
+        self._prepare_blocks(plan, sequence, start, count)
+        sequence.num_scheduled += count
+        needs_sample = sequence.num_scheduled == sequence.num_tokens
+        sequence.num_output_placeholders += int(needs_sample)
+        plan.scheduled.append(ScheduledSequence(sequence.slot, start, count, needs_sample))
+        self.kv_cache.plan_state_save(sequence, plan)
+
+    def _plan_drafts(self, drafter: Drafter, plan: StepPlan, scheduled: list[Sequence]) -> None:
+        """Add draft tokens of the scheduled sequences to a plan that only decodes. A draft token takes a row, and
+        perhaps a free block, but never the place of a sequence."""
+        max_rows = min(self._max_num_seqs, self._max_batch_tokens) - len(scheduled)
+        for sequence, draft in zip(list(scheduled), drafter.draft(scheduled, max_rows), strict=True):
+            start = sequence.num_scheduled
+            room = len(sequence.block_table) + max(self.pool.num_available - len(self.running), 0)
+            draft = draft[: room * self._block_size - start]
+            if draft:
+                self._prepare_blocks(plan, sequence, start, len(draft))
+            for position, token_id in enumerate(draft, start):
+                plan.drafts.append(DraftToken(sequence.slot, position, token_id))
+                plan.scheduled.append(ScheduledSequence(sequence.slot, position, 1, needs_sample=True))
+                scheduled.append(sequence)
+
+    def _prepare_blocks(self, plan: StepPlan, sequence: Sequence, start: int, count: int) -> None:
+        """Allocate missing blocks for the `count` tokens from position `start` on, and copy a shared block before it
+        is written."""
+        size = self._block_size
         for index in range(start // size, (start + count - 1) // size + 1):
             is_sent = index < len(sequence.block_table)  # whether the ranks' block table has this entry
             if not is_sent:
@@ -223,11 +260,6 @@ class Scheduler:
             self.kv_cache.demote_evicted_block(sequence.block_table[index], plan)
             if not is_sent:
                 plan.table_writes.append(TableWrite(sequence.slot, index, sequence.block_table[index]))
-        sequence.num_scheduled += count
-        needs_sample = sequence.num_scheduled == sequence.num_tokens
-        sequence.num_output_placeholders += int(needs_sample)
-        plan.scheduled.append(ScheduledSequence(sequence.slot, start, count, needs_sample))
-        self.kv_cache.plan_state_save(sequence, plan)
 
     # Preemption.
 
@@ -333,18 +365,11 @@ class Scheduler:
         stops = tuple(sorted(sequence.end_token_ids)) if sampling.min_tokens else ()
         ids = list(sequence.token_ids)
         pooling = Pooling.NONE if sequence.choice or sequence.has_sent_output else sequence.request.pooling
-        plan.new_sequences.append(
-            NewSequence(
-                sequence.slot,
-                sequence.choice,
-                sequence.prompt_len,
-                ids,
-                sampling,
-                stops,
-                pooling=pooling,
-                adapter=sequence.adapter,
-            )
-        )
+        new = NewSequence(
+            sequence.slot, sequence.choice, sequence.prompt_len, ids, sampling, stops, pooling=pooling,
+            adapter=sequence.adapter,
+        )  # fmt: skip
+        plan.new_sequences.append(new)
         plan.table_writes.extend(TableWrite(sequence.slot, i, block) for i, block in enumerate(sequence.block_table))
         return True
 

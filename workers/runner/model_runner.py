@@ -131,6 +131,9 @@ class ModelRunner:
         self._update_state(plan)
         self._copy_blocks(plan.cow_copies)
         self._copy_states(plan.state_restores)
+        if plan.drafts:  # the batch state holds them as if they were known
+            slots, positions, token_ids = self._int64(plan.drafts).T
+            self._token_ids[slots, positions] = token_ids.to(torch.int32)
         step = self._compute_rows(plan.scheduled) if plan.scheduled else DeviceStep(0, [], None)
         self._copy_states(plan.state_saves)
         if self._copier is not None:

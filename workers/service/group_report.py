@@ -26,6 +26,7 @@ _COUNTS: Final = (
     "running", "waiting", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_device_tokens",
     "cached_host_tokens", "generated_tokens", "preemptions", "prefill_tokens_per_second", "step_seconds", "slowness",
     "host_blocks_total", "host_blocks_used", "demotions", "restores", "integrity_failures",
+    "draft_tokens", "accepted_draft_tokens",
 )  # fmt: skip
 _Counts = TypeVar("_Counts", public.Evictions, public.PrefixMisses)
 
