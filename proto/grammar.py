@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.verbose_regex import remove_layout
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -110,7 +111,8 @@ class Grammar:
                 # A terminal: the parser does not support more than 2,000 alternatives in a rule.
                 choices = " | ".join(json.dumps(choice) for choice in json.loads(self.text))
                 return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n")
-            return llguidance.grammar_from(self.kind, self.text)
+            text = remove_layout(self.text) if self.kind == "regex" else self.text
+            return llguidance.grammar_from(self.kind, text)
         except (ValueError, RecursionError) as error:
             raise self.compile_error(error) from None
 

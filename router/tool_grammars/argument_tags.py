@@ -80,7 +80,10 @@ class _Tags:
         return f"({opening} {value} {_BREAK}){'' if one.is_required else '?'}"
 
     def _input(self, grammar: InputGrammar, space: str) -> str:
-        """The rule for the input of a custom tool and the tag after it."""
+        """The rule for the input of a custom tool and the tag after it. Raises InvalidRequest for a grammar with the
+        text of this tag."""
+        if not self._rules.has_token(self._form.argument_end):
+            grammar.require_absent(self._form.argument_end)
         terminal = grammar.text_terminal(self._rules)
         if terminal:
             name = self._rules.new_name("input")

@@ -5,12 +5,14 @@ An InputGrammar constrains the input. Formats that write strings without quotati
 others use a translation that matches the input inside of a JSON string.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import JSON_STYLE, MAX_BYTES, Grammar
+from coatcheck.proto.verbose_regex import remove_layout
 from coatcheck.router.tool_grammars.lark_grammar import LarkGrammar, escape_slashes
 from coatcheck.router.tool_grammars.rules import Rules
 
@@ -64,10 +66,20 @@ class InputGrammar:
             ) from None
         return f'"\\"" {text} "\\""'
 
+    def require_absent(self, end: str) -> None:
+        """Raises InvalidRequest if the definition spells `end`, the tag after the input in a format that writes inputs
+        as they are: the parser would end the input there. Patterns that may match the tag are not found."""
+        spelled = re.sub(r"\\(.)", r"\1", self.definition, flags=re.DOTALL)
+        if end in spelled:
+            raise InvalidRequest(
+                f"the grammar of a custom tool has {end!r}, which ends the input in the form in which this model "
+                "writes calls; remove it from the grammar, or set the tool's format to text"
+            )
+
     @property
     def _pattern(self) -> str:
-        """The regular expression without the anchors at its ends."""
-        text = self.definition.removeprefix("^")
+        """The regular expression without the layout of the flag x, and without the anchors at its ends."""
+        text = remove_layout(self.definition).removeprefix("^")
         return text[:-1] if text.endswith("$") and not text.endswith(r"\$") else text
 
 

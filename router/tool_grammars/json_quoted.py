@@ -26,6 +26,7 @@ _CLASSES: Final = {
 _ESCAPE: Final = re.compile(r"\\(?:x(?P<hex>[0-9A-Fa-f]{2})|(?P<one>[^xuUpP0-9]))", re.DOTALL)
 _WIDE: Final = re.compile(r"\\(?:x|u)\{([0-9A-Fa-f]{1,6})\}|\\u([0-9A-Fa-f]{4})")
 _FLAGS: Final = re.compile(r"\(\?(?P<on>[imsU]*)(?:-(?P<off>[imsU]+))?(?P<end>[:)])|\(\?P?<[A-Za-z_]\w*>")
+_OTHER_FLAGS: Final = re.compile(r"\(\?[A-Za-z-]+[:)]")
 
 
 def quote_pattern(pattern: str, *, matches_newlines: bool = False) -> str:
@@ -48,6 +49,10 @@ def quote_pattern(pattern: str, *, matches_newlines: bool = False) -> str:
             text = one
             if pattern.startswith("(?", at):
                 if (found := _FLAGS.match(pattern, at)) is None:
+                    if (other := _OTHER_FLAGS.match(pattern, at)) is not None:
+                        raise InvalidRequest(
+                            f"has the flags {other[0][:40]!r}, of which only i, m, s and U are possible"
+                        )
                     raise _refusal(pattern[at : at + 4])
                 text, end = found[0], found.end()
                 matches_newlines = ("s" in (found["on"] or "") or matches_newlines) and "s" not in (found["off"] or "")

@@ -34,6 +34,10 @@ end: "*** End" LF?
 GOOD, BAD = '*** Begin\n+say "hi"\t\\n\n?ab\n+\n*** End', "*** Begin\n*** End"
 # Recursive, so it cannot be one terminal.
 SUM = 'start: sum\nsum: NUMBER | "(" sum "+" sum ")"\nNUMBER: "0".."9"+\n'
+VERBOSE = r"""(?x)
+    (?P<verb> read | write )  # what to do (
+    \ [a-z \# ]+               # and with which file
+"""
 STRICT: Any = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
 
@@ -61,6 +65,7 @@ def json_call(text: str) -> str:
         (tool(SUM), ("(1+(22+3))",), ("(1+", "a")),
         (tool(r'^(?P<m>Jan|Feb)\s+\d{1,2}/"x"$', "regex"), ('Jan \n12/"x"',), ("Jan 123", "Mar 1")),
         (tool('start: "a"\nstart_of: "b"'), ("a",), ("b",)),
+        (tool(VERBOSE, "regex"), ("read x", "write a#b"), ("readx", "read x ", "read\nx", VERBOSE)),
     ],
 )
 def test_an_input_in_json_fits_its_grammar(
@@ -102,7 +107,12 @@ FORMATS: dict[str, tuple[str, tuple[str, ...], str]] = {
 @pytest.mark.parametrize("case", FORMATS)
 @pytest.mark.parametrize(
     ("function", "good", "bad"),
-    [(tool(LINES), GOOD, BAD), (tool(SUM), "(1+2)", "(1-"), (tool(r"say .+[!?\n]", "regex"), 'say "</y>"!', "hi!")],
+    [
+        (tool(LINES), GOOD, BAD),
+        (tool(SUM), "(1+2)", "(1-"),
+        (tool(r"say .+[!?\n]", "regex"), 'say "</y>"!', "hi!"),
+        (tool(VERBOSE, "regex"), "write a#b", "write a b"),
+    ],
 )
 def test_an_input_in_a_call_fits_its_grammar(case: str, function: CustomFunction, good: str, bad: str) -> None:
     """Where the model may answer with text. The format's parser reads the input that was written."""
@@ -160,6 +170,7 @@ def _matches(matcher: LLMatcher, text: str) -> bool:
         ("start: /(?=a)b/", r"\(\?=a"),
         ("start: /[a&&b]/", "in a class"),
         ("start: /a b/x", "the flag x"),
+        ("start: /(?x) a b/", r"the flags '\(\?x\)', of which only i, m, s and U are possible"),
         (r"start: /[a-\s]/", "a-"),
         ("start: /" + "." * 3000 + "/", "has over 262144 characters"),
         ('start: "a\\n"i', "a"),
@@ -173,6 +184,26 @@ def test_what_has_no_counterpart_in_json_is_refused(definition: str, words: str)
     with pytest.raises(InvalidRequest, match=words) as refused:
         named_call_grammar(tool(definition))
     assert "set the tool's format to text" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "end"),
+    [("qwen3 coder", "</parameter>"), ("glm", "</arg_value>"), ("deepseek v3.2", "</｜DSML｜parameter>")],
+)
+@pytest.mark.parametrize(
+    ("definition", "syntax"),
+    [('start: s\ns: "a" | "END" s', "lark"), ("start: /[ab]END/", "lark"), ('start: "END"', "lark"), ("aEND", "regex")],
+    ids=["recursive", "pattern", "string", "regex"],
+)
+def test_the_end_tag_of_the_format_is_refused_in_a_grammar(case: str, end: str, definition: str, syntax: str) -> None:
+    """The parser ends the input at the first end tag: what it reads would not fit the grammar. In a format that writes
+    inputs as JSON strings the tag is text like any other."""
+    escaped = end.replace("/", r"\/") if "/[" in definition else end
+    function = tool(definition.replace("END", escaped), syntax)
+    with pytest.raises(InvalidRequest, match="has .*, which ends the input.*set the tool's format to text") as refused:
+        strict_calls_grammar([function], FORMATS[case][0], {})
+    assert repr(end) in str(refused.value)
+    strict_calls_grammar([function], "hermes", {}).check_compiles()
 
 
 def test_a_question_mark_before_a_name_makes_the_part_before_it_optional() -> None:
