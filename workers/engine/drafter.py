@@ -23,7 +23,7 @@ from coatcheck.workers.core.prompt_lookup import LONGEST_MATCH, NO_DRAFT, Draft,
 from coatcheck.workers.core.sequence import Sequence
 
 _FIRST_RATE: Final = 0.6  # acceptance rate of a match whose length has not been tried
-_RATE_WEIGHT: Final = 0.05  # of one draft token in an acceptance rate
+_RATE_WEIGHT: Final = 0.1  # of one draft token in an acceptance rate
 _RECOVERY: Final = 0.005  # the step by which a rate that is too low for drafts goes back to _FIRST_RATE
 _TIME_WEIGHT: Final = 0.25  # of one step in a mean duration
 _PLAIN_EVERY: Final = 32  # after this many steps with drafts comes one without, which measures T again
