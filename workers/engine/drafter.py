@@ -14,7 +14,6 @@ T and c are measured. p is the product of the acceptance rates of the draft toke
 tokens the first has rate[m], the second rate[m + 1], and so on.
 """
 
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Final
@@ -49,7 +48,7 @@ class Drafter:
         self._plain_steps: dict[int, _PlainSteps] = {}  # by the number of sequences
         self._row_seconds = 0.0  # c
 
-    def draft(self, sequences: Items[Sequence], max_rows: int) -> list[list[int]]:
+    def draft(self, sequences: list[Sequence], max_rows: int) -> list[list[int]]:
         """Draft tokens for the sequences of a step, at most `max_rows` in all. Sequences that end with their next
         token, or follow a grammar, get none."""
         plain = self._plain_steps.get(len(sequences))
@@ -92,7 +91,7 @@ class Drafter:
         return sequence.prompt_lookup.draft(sequence.token_ids, min(room, self._max_draft_tokens))
 
 
-def choose_counts(drafts: Items[Draft], rates: Items[float], row_cost: float, max_rows: int) -> list[int]:
+def choose_counts(drafts: list[Draft], rates: list[float], row_cost: float, max_rows: int) -> list[int]:
     """How many tokens of each draft a step computes, the likeliest first: see the top of this file.
 
     `rates`: acceptance rates by the length of the match. `row_cost`: c / T. `max_rows`: tokens of all drafts together.
