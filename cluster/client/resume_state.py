@@ -58,6 +58,7 @@ class ResumeState:
                 self._ids.setdefault(delta.choice, []).extend(delta.token_ids)
             if delta.finish_reason:
                 self._ended.add(delta.choice)
+            self._resume_ticket = delta.resume_ticket or self._resume_ticket
         elif kind == "started":
             self._router_prompt_logprobs = 0
             # A router of an older version sends no ticket. The next router may accept the former one.

@@ -68,6 +68,7 @@ class Relay:
         self._lost_groups: set[str] = set()  # tried again only if there is no other
         self._suspicion = PoisonSuspicion()
         self._has_answered = False  # whether the present group has sent anything that the client sees
+        self._ticket_kind = b""  # the kind in the ticket that the client has
         dispatcher.retries.open_request()
 
     @property
@@ -83,6 +84,7 @@ class Relay:
             submission = await self._send(self._config.move_wait_seconds, self._resumed_kind)
         else:
             submission = await self._admit(self._resumed_kind, wait_seconds=self._config.admission_wait_seconds)
+        self._ticket_kind = submission.kind
         yield pb.GenerateEvent(
             started=pb.Started(
                 request_id=request.request_id,
@@ -204,12 +206,21 @@ class Relay:
                 self._lifecycle.record_first_output(output.first_output)
                 self._response.record_first_output(output.first_output)
         events = self._response.add_outputs(outputs, submission.abort_choice)
+        if submission.kind != self._ticket_kind:
+            self._replace_ticket(events, submission.kind)
         if events:
             self._has_answered = True
             if self._suspicion:
                 self._suspicion.record_answer(sum(len(output.token_ids) for output in outputs))
                 submission.set_suspicion(self._suspicion.level)
         return events
+
+    def _replace_ticket(self, events: Sequence[pb.GenerateEvent], kind: bytes) -> None:
+        """Gives the client the ticket for groups of this kind, with the first of its deltas."""
+        delta = next((event.delta for event in events if event.HasField("delta")), None)
+        if delta is not None:
+            delta.resume_ticket = self._make_ticket(kind)
+            self._ticket_kind = kind
 
     def _final(self, submission: Submission) -> pb.Final:
         return pb.Final(

@@ -30,6 +30,15 @@ def test_a_resume_has_the_newest_ticket() -> None:
         assert delivered.request().resume_ticket == (ticket or b"second")
 
 
+def test_a_ticket_in_a_delta_replaces_that_of_the_beginning() -> None:
+    """The request has moved to a group of another kind before its first output."""
+    delivered = ResumeState(pb.GenerateRequest())
+    delivered.record_event(pb.GenerateEvent(started=pb.Started(request_id="r", seed=1, resume_ticket=b"first")))
+    for ticket in (b"second", b""):
+        delivered.record_event(pb.GenerateEvent(delta=pb.Delta(token_ids=[5], resume_ticket=ticket)))
+        assert delivered.request().resume_ticket == b"second"
+
+
 def test_a_ticket_that_a_router_does_not_know_is_forgotten() -> None:
     """Until a router sends another ticket. Before the first event the request is the caller's own."""
     delivered = ResumeState(pb.GenerateRequest(resume_ticket=b"own"))

@@ -187,6 +187,36 @@ async def test_a_resumed_stream_that_moves_again_keeps_its_kind(start_router: St
     assert stream.ids[0] == ids[6:]
 
 
+async def test_a_request_that_moves_to_another_kind_gets_its_ticket(start_router: StartRouter) -> None:
+    """Before the first output the request moves to a group of another kind. The first delta has a ticket with this
+    kind, and the resume goes there although a group of the first kind serves."""
+    _, (ids,) = await undisturbed(start_router, ask())
+    first, other = FakeGroup("first", hold_after=0), other_kind()
+    other.hold_after = 6
+    router = await start_router(first, resume_key=KEY)
+    stream = Stream(router, ask())
+    started = (await stream.read()).started
+    router.groups.append(other)
+    connection = router.server.groups.find_connection("first")
+    assert connection is not None
+    await router.server.set_groups([connection.endpoint, await other.start()])
+    await router.wait_for_groups(2)
+    await first.kill()
+    while len(stream.ids[0]) < 6:
+        await stream.read()
+    tickets = [event.delta.resume_ticket for event in stream.events if event.HasField("delta")]
+    assert tickets[0] and not any(tickets[1:]) and tickets[0] != started.resume_ticket
+    await router.close()
+
+    request = ask()
+    request.request_id, request.resume_ticket = started.request_id, tickets[0]
+    request.resume.add(token_ids=ids[:6])
+    router = await start_router(FakeGroup("first"), other_kind(), resume_key=KEY)
+    await router.wait_for_groups(2)
+    resumed = await generate(router, request, Tenant("anonymous", requests_per_minute=1))
+    assert resumed.final.group == "other" and list(resumed.choices[0].token_ids) == ids[6:]
+
+
 async def test_a_stream_without_output_has_a_ticket_too(start_router: StartRouter) -> None:
     """A client that has only Started was admitted as well."""
     router = await start_router(FakeGroup(hold_after=0), resume_key=KEY)
