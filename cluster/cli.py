@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": "benchmark.bench",
     "plan": "planner.plan",
     "verify": "commands.verify",
+    "convert": "commands.convert",
     "keys": "commands.keys",
     "doctor": "preflight.doctor",
     "logs": "commands.logs",

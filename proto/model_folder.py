@@ -1,6 +1,6 @@
 """describe_other_path, no_type_error: what a path or a config.json holds that is no model of transformers.
 
-Users give an adapter, GGUF weights or a part of a diffusers pipeline as a model. The errors say what it is, and what
+Users give an adapter, ONNX weights or a part of a diffusers pipeline as a model. The errors say what it is, and what
 to give instead.
 """
 
@@ -13,7 +13,6 @@ from coatcheck.proto.json_file import read_json_object
 
 # {end of a file's name: what the file holds}.
 _WEIGHTS: Final = {
-    ".gguf": "GGUF weights",
     ".onnx": "ONNX weights",
     ".safetensors": "weights",
     ".bin": "weights",

@@ -36,7 +36,7 @@ FORBIDDEN = [
 
 # Files that any folder of their package may import, and that have a row of their own in the table of folders.
 FILES_WITH_A_ROW = {"router/config.py"}
-TORCH_FREE = ("workers/core", "workers/kv", "workers/structured", "workers/engine", "workers/service")
+TORCH_FREE = ("workers/core", "workers/kv", "workers/structured", "workers/engine", "workers/service", "workers/gguf")
 # What protoc generates. A file that imports a stub imports the folder `proto`.
 STUBS = "proto/stubs"
 # No folder may have more files than a reader can take in at once.

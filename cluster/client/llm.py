@@ -90,8 +90,8 @@ class LLMSettings(TypedDict, total=False):
 class LLM:
     """One model on one device of this process. Not thread-safe.
 
-    `model`: a directory, a GGUF file or a Hugging Face model id. `seed`: the seed of the generator that draws seeds for requests
-    without one; None: random. `settings`: see LLMSettings.
+    `model`: a directory, a GGUF file or a Hugging Face model id. `seed`: the seed of the generator that draws seeds for
+    requests without one; None: random. `settings`: see LLMSettings.
 
     Raises InvalidModel for a checkpoint that cannot be served and InvalidConfig for settings that do not fit.
     """

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from coatcheck.cluster.config.exposure import check_credentials
+from coatcheck.cluster.config.gguf_model import with_converted_model
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.config.settings import with_flags
 from coatcheck.cluster.preflight.adapters import check_adapters
@@ -31,7 +32,7 @@ from coatcheck.cluster.session.serve_console import ServeConsole
 from coatcheck.cluster.session.serve_lines import Notice
 from coatcheck.cluster.session.serve_session import ServeSession
 from coatcheck.cluster.session.stop_signals import StopSignals
-from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.errors import InvalidConfig, InvalidModel
 
 EPILOG = """\
 Examples:
@@ -41,6 +42,8 @@ coatcheck serve demo/model --groups 2 --tp 2
 coatcheck serve demo/model --no-ray
 
 coatcheck serve meta-llama/Llama-3.1-8B --kv-dtype fp8 --host-kv-memory 64GiB
+
+coatcheck serve Qwen3-8B-Q4_K_M.gguf
 
 coatcheck serve MODEL --groups 8 --tp 4 --ray-address auto
 
@@ -85,7 +88,7 @@ def serve(
     console = ServeConsole()
     events = pod_events(partial(console.print, soft_wrap=True, markup=False)) if kubernetes_events else _no_events()
     with events as record:
-        settings = ServeConfig.build(flags, config)
+        settings = with_converted_model(ServeConfig.build(flags, config))
         if (apply or ready_file) and settings.ray_address is None:
             raise InvalidConfig(
                 "--apply and --ready-file are for a cluster that outlives this command; give --ray-address"
@@ -100,8 +103,16 @@ def serve(
             settings = settings.model_copy(update={"ray_address": find_ray(settings.ray_address)})
         applies = None
         if apply:
-            applies = ApplySettings(config, lambda: ServeConfig.build(flags, config), ready_file)
+            applies = ApplySettings(config, partial(_read_settings, flags, config), ready_file)
         raise typer.Exit(ServeSession(settings, signals, record, applies).run())
+
+
+def _read_settings(flags: dict[str, Any], file: Path | None) -> ServeConfig:
+    """The settings of the flags and of the --config file as it is now. Raises InvalidConfig."""
+    try:
+        return with_converted_model(ServeConfig.build(flags, file))
+    except InvalidModel as error:
+        raise InvalidConfig(str(error)) from None
 
 
 def _check_settings(settings: ServeConfig, console: Console) -> None:

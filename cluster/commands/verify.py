@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from coatcheck.cluster.command import EXIT_USAGE
-from coatcheck.cluster.planner.model_config import ModelConfig, find_config
+from coatcheck.cluster.planner.model_config import ModelConfig, read_config
 from coatcheck.cluster.preflight.architecture import child_environment
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 
@@ -27,7 +27,9 @@ _ERRORS: Final = {error.__name__: error for error in (InvalidConfig, InvalidMode
 
 
 def verify(
-    model: Annotated[str, typer.Argument(help="A checkpoint directory, a config.json or a Hugging Face model id.")],
+    model: Annotated[
+        str, typer.Argument(help="A checkpoint directory, a GGUF file, a config.json or a Hugging Face model id.")
+    ],
     max_model_len: Annotated[
         int | None, typer.Option(min=2, help="As for `serve`. Default: the model's own length.")
     ] = None,
@@ -40,7 +42,7 @@ def verify(
     """
     config = ModelConfig.open(model)
     try:
-        result = _run(config, find_config(model), max_model_len, show_progress=not as_json)
+        result = _run(config, read_config(model), max_model_len, show_progress=not as_json)
     except (InvalidConfig, InvalidModel) as refusal:
         if not as_json:
             raise
@@ -55,14 +57,14 @@ def verify(
     )
 
 
-def _run(config: ModelConfig, file: Path, max_model_len: int | None, *, show_progress: bool) -> dict[str, Any]:
-    """The fields of Verification. Raises the error that the child process reports."""
+def _run(config: ModelConfig, text: bytes, max_model_len: int | None, *, show_progress: bool) -> dict[str, Any]:
+    """The fields of Verification. `text`: of config.json. Raises the error that the child process reports."""
     from rich.console import Console
 
     last: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         # transformers reads the file under this name only.
-        (Path(directory) / "config.json").write_bytes(file.read_bytes())
+        (Path(directory) / "config.json").write_bytes(text)
         with Console(stderr=True).status(f"{config.name}: loading torch and transformers") as status:
             for last in _messages({"directory": directory, "max_model_len": max_model_len}):
                 if show_progress and "stage" in last:

@@ -4,17 +4,22 @@ This module imports neither torch nor transformers, which take seconds. A field 
 missing, even if transformers' config class has a default; fill_defaults adds those of the tested model types.
 """
 
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.model_folder import describe_other_path, is_weights_file, no_type_error
 from coatcheck.workers.checkpoint.model_alias import resolve_alias
 from coatcheck.workers.checkpoint.quantisation_scheme import MODELOPT_FILE, read_model_config
 from coatcheck.workers.checkpoint.text_tower import is_multimodal, text_config, text_fields, text_model_type
+from coatcheck.workers.gguf.model_path import find_gguf, model_stem
 from coatcheck.workers.model.known_architectures import CONFIG_DEFAULTS, TESTED_MODEL_TYPES
+
+if TYPE_CHECKING:
+    from coatcheck.workers.gguf.converter import Conversion
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # old Hugging Face model ids have no owner
 
@@ -34,6 +39,8 @@ class ModelConfig:
     @classmethod
     def open(cls, model: str) -> Self:
         """Raise InvalidModel if there is no config.json, or if it holds no JSON object."""
+        if (file := find_gguf(model)) is not None:
+            return cls.of(model_stem(file), plan_conversion(file).config)
         path = find_config(model)
         if Path(model).expanduser().exists():
             name = path.resolve().parent.name if path.name == "config.json" else path.stem
@@ -47,6 +54,11 @@ class ModelConfig:
         values = read_model_config(file)
         if values is None:
             raise InvalidModel(describe_other_path(file.parent))
+        return cls.of(name, values)
+
+    @classmethod
+    def of(cls, name: str, values: dict[str, Any]) -> Self:
+        """`values`: the fields of a config.json."""
         if not is_multimodal(values):
             return cls(name, resolve_alias(values))
         text = text_config(values)
@@ -96,6 +108,21 @@ def fill_defaults(model: ModelConfig) -> ModelConfig:
         return model
     defaults = CONFIG_DEFAULTS[model.model_type]
     return replace(model, values={name: value for name, value in defaults.items() if value is not None} | model.values)
+
+
+def read_config(model: str) -> bytes:
+    """The text of a model's config.json; of a GGUF file, the one that it is converted to. Raises InvalidModel."""
+    if (file := find_gguf(model)) is not None:
+        return json.dumps(plan_conversion(file).config).encode()
+    return find_config(model).read_bytes()
+
+
+def plan_conversion(file: Path, dtype: str = "auto") -> "Conversion":
+    """What a GGUF file becomes, from its header. `dtype`: of weights that are dequantised. Raises InvalidModel."""
+    # Imported late: other models need neither numpy nor the gguf package.
+    from coatcheck.workers.gguf.converter import Conversion
+
+    return Conversion.plan(file, dtype)
 
 
 def find_config(model: str) -> Path:

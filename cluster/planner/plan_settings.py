@@ -48,7 +48,9 @@ def _parse_above_one(written: object, hint: str) -> float:
 class PlanSettings(Settings):
     """Memory and bandwidth are those of one GPU."""
 
-    model: str = Field(min_length=1, description="A model's directory, its config.json, or a Hugging Face model id.")
+    model: str = Field(
+        min_length=1, description="A model's directory, its config.json, a GGUF file, or a Hugging Face model id."
+    )
     tp: int = setting(_PANEL, "Ranks in a group, one GPU each.", 1, ge=1, le=1024)
     expert_parallel: bool = setting(_PANEL, "Each rank holds whole experts, instead of a part of each.", False)
     mla_shard: Literal["replicate", "tokens"] = setting(

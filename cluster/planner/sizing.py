@@ -12,7 +12,7 @@ from coatcheck.cluster.planner.capacity import (
     count_sequences,
 )
 from coatcheck.cluster.planner.lengths import LengthDistribution
-from coatcheck.cluster.planner.model_config import ModelConfig, fill_defaults
+from coatcheck.cluster.planner.model_config import ModelConfig, fill_defaults, plan_conversion
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.weight_count import WeightCount, ties_head
@@ -25,6 +25,7 @@ from coatcheck.workers.core.attention_selector import MODEL_TYPES_WITH_SINKS, ba
 from coatcheck.workers.core.kv_dtype import KV_DTYPES, choose_kv_dtype
 from coatcheck.workers.core.model_spec import DeltaNetSpec, state_bytes
 from coatcheck.workers.distributed.tp_shard import TpShard
+from coatcheck.workers.gguf.model_path import find_gguf
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.lora.adapter import Adapter
 from coatcheck.workers.model.known_architectures import check_causal, check_known
@@ -302,12 +303,13 @@ def _stored_bytes(settings: PlanSettings, config: ModelConfig, dtype: str) -> fl
     files, for plain weights on GPUs, and for float16 on CPUs."""
     directory, scheme = Path(settings.model).expanduser(), read_scheme(config.name, config.values)
     check_quantization(config.name, settings.quantization, scheme)
-    if (settings.device == "cpu" and dtype == "float16") or not directory.is_dir():
+    gguf = find_gguf(settings.model)
+    if (settings.device == "cpu" and dtype == "float16") or not (directory.is_dir() or gguf):
         return None
     is_plain = scheme is None and settings.quantization == "auto"
-    if settings.device == "cuda" and (is_plain or not any(directory.glob("*.safetensors"))):
+    if settings.device == "cuda" and (is_plain or not (gguf or any(directory.glob("*.safetensors")))):
         return None
-    entries = read_entries(directory)
+    entries = read_entries(directory) if gguf is None else plan_conversion(gguf, settings.dtype).entries
     held = held_bytes(
         config.name,
         config.values,

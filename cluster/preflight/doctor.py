@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from coatcheck.cluster.config.serve_config import DEFAULT_HTTP_PORT, DEFAULT_PORT, ServeConfig
+from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.preflight.checkpoint import check_checkpoint
 from coatcheck.cluster.preflight.host_facts import read_facts
 from coatcheck.cluster.preflight.host_report import Finding, judge_host
@@ -15,6 +16,7 @@ from coatcheck.cluster.preflight.model import check_model
 from coatcheck.cluster.ray_cluster.ray_address import find_ray
 from coatcheck.proto.errors import CoatcheckError
 from coatcheck.workers.core.attention_selector import AttentionBackendSetting
+from coatcheck.workers.gguf.model_path import find_gguf
 
 EPILOG = """\
 Examples:
@@ -28,7 +30,9 @@ _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def doctor(
-    model: Annotated[str, typer.Argument(help="A checkpoint directory or a Hugging Face model id to check too.")] = "",
+    model: Annotated[
+        str, typer.Argument(help="A checkpoint directory, GGUF file or Hugging Face model id to check too.")
+    ] = "",
     tp: Annotated[int, typer.Option(min=1, help="Ranks on this host.")] = 1,
     grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="The router's port for gRPC.")] = DEFAULT_PORT,
     http_port: Annotated[int, typer.Option(min=1, max=65535, help="The router's port for HTTP.")] = DEFAULT_HTTP_PORT,
@@ -72,6 +76,8 @@ def _attempt(check: str, run: Callable[[], str], change: str) -> Finding:
 
 
 def _check_model(model: str, tp: int, attention_backend: str) -> str:
+    if (file := find_gguf(model)) is not None:
+        return f"{ModelConfig.open(model).name} can be converted from {file.name}"
     config = ServeConfig.build({"model": model, "tp": tp, "attention_backend": attention_backend})
     config.check_model_directory()
     check_model(config)

@@ -152,6 +152,8 @@ def _codes_of(weight: StoredWeight, entries: Mapping[str, TensorEntry], device: 
     """The bytes of codes, scales, zero points and column order; None for a weight that is dequantised."""
     if weight.encoding is Encoding.NF4:
         return None
+    if (zeros := weight.parts.get("zeros")) is not None and entries[zeros.key].dtype == "F32":
+        return None  # zero points that are fractions
     scales = entries[weight.parts["scales"].key]
     if weight.encoding is Encoding.MXFP4:
         return _Codes(prod(weight.shape) // 2 + prod(scales.shape), (Encoding.MXFP4,), is_scattered=False)

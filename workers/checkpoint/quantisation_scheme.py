@@ -27,6 +27,7 @@ class Method(Enum):
     MXFP4 = "mxfp4"
     BITSANDBYTES = "bitsandbytes"
     MODELOPT = "modelopt"
+    GGUF = "gguf"  # written by workers/gguf/converter.py
 
 
 _FORMATS: Final = (
@@ -198,6 +199,10 @@ def _read_modelopt(name: str, settings: Mapping[str, Any]) -> QuantisationScheme
     return QuantisationScheme(Method.MODELOPT, activations=frozenset(("float",)))
 
 
+def _read_gguf(name: str, settings: Mapping[str, Any]) -> QuantisationScheme:
+    return QuantisationScheme(Method.GGUF)
+
+
 _READERS: Final = {
     Method.COMPRESSED_TENSORS: _read_compressed_tensors,
     Method.FP8: _read_fp8,
@@ -206,4 +211,5 @@ _READERS: Final = {
     Method.MXFP4: _read_mxfp4,
     Method.BITSANDBYTES: _read_bitsandbytes,
     Method.MODELOPT: _read_modelopt,
+    Method.GGUF: _read_gguf,
 }

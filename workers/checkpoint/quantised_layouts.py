@@ -158,8 +158,11 @@ def _find_compressed(layout: _Layout) -> Iterator[Found]:
 
 
 def _packed_weight(layout: _Layout, module: str) -> StoredWeight:
-    _, packed = layout.matrix_shape(f"{module}.weight_packed", ("I32",))
-    rows, columns = _stored_shape(layout, f"{module}.weight_shape")
+    rows, packed = layout.matrix_shape(f"{module}.weight_packed", ("I32",))
+    if layout.scheme.method is Method.GGUF:
+        columns = 8 * packed
+    else:
+        rows, columns = _stored_shape(layout, f"{module}.weight_shape")
     bits = 32 * packed // columns if columns else 0
     if bits not in (2, 4, 8):
         raise InvalidModel(f"{layout.name}: {module} has {bits} bits a weight; 2, 4 and 8 are served")
@@ -174,10 +177,20 @@ def _packed_weight(layout: _Layout, module: str) -> StoredWeight:
         parts["scales"] = StoredPart(scales.key, scales.rows)  # all columns: a slice may have columns of any group
         block = (1, 1)
     if (key := f"{module}.weight_zero_point") in layout.entries:
-        layout.entry(key, ("I32",))
-        layout.check_shape(key, (-(-rows // fields), layout.entries[scales.key].shape[-1]))
-        parts["zeros"] = StoredPart(key, Axis(0, fields), parts["scales"].columns)
+        if layout.scheme.method is Method.GGUF:
+            parts["zeros"] = _plain_zeros(layout, key, scales, ("F32",))
+        else:
+            layout.entry(key, ("I32",))
+            layout.check_shape(key, (-(-rows // fields), layout.entries[scales.key].shape[-1]))
+            parts["zeros"] = StoredPart(key, Axis(0, fields), parts["scales"].columns)
     return StoredWeight((rows, columns), Encoding.PACKED_INT, parts, bits, block)
+
+
+def _plain_zeros(layout: _Layout, key: str, scales: StoredPart, dtypes: tuple[str, ...]) -> StoredPart:
+    """Zero points that are stored as the scales are, one in each element."""
+    layout.entry(key, dtypes)
+    layout.check_shape(key, layout.entries[scales.key].shape)
+    return StoredPart(key, scales.rows, scales.columns)
 
 
 def _float4_weight(layout: _Layout, module: str, leaf: str, factor: tuple[str, str]) -> StoredWeight:
@@ -219,9 +232,8 @@ def _plain_weight(layout: _Layout, module: str, scale: str, dtypes: tuple[str, .
     scales, block = _scales(layout, f"{module}.{scale}", (rows, columns), layout.scheme.block)
     parts = {"codes": StoredPart(f"{module}.weight", Axis(0), Axis(1)), "scales": scales}
     if (key := f"{module}.weight_zero_point") in layout.entries:
-        layout.entry(key, ("I8",))
-        layout.check_shape(key, layout.entries[scales.key].shape)
-        parts["zeros"] = StoredPart(key, scales.rows, scales.columns)
+        dtypes = ("F32",) if layout.scheme.method is Method.GGUF else ("I8",)
+        parts["zeros"] = _plain_zeros(layout, key, scales, dtypes)
     is_integer = layout.entries[f"{module}.weight"].dtype == "I8"
     encoding, kind = (Encoding.INT8, "int") if is_integer else (Encoding.FLOAT8, "float")
     asks = kind in layout.scheme.activations and layout.entries[scales.key].dtype != _E8M0
@@ -247,6 +259,13 @@ def _find_modelopt(layout: _Layout) -> Iterator[Found]:
             yield key, _float4_weight(layout, module, leaf, ("scale_factor", "weight_scale_2"))
         elif leaf == "weight" and entry.dtype == "F8_E4M3":
             yield key, _plain_weight(layout, module, "weight_scale", ("F8_E4M3",))
+
+
+def _find_gguf(layout: _Layout) -> Iterator[Found]:
+    """The tensors of compressed-tensors, and gpt-oss' experts. Zero points are float32, and the shape of a packed
+    weight is not stored."""
+    yield from _find_compressed(layout)
+    yield from _find_mxfp4(layout)
 
 
 def _find_awq(layout: _Layout) -> Iterator[Found]:
@@ -335,4 +354,5 @@ _FINDERS: Final[Mapping[Method, Callable[[_Layout], Iterator[Found]]]] = {
     Method.MXFP4: _find_mxfp4,
     Method.BITSANDBYTES: _find_nf4,
     Method.MODELOPT: _find_modelopt,
+    Method.GGUF: _find_gguf,
 }

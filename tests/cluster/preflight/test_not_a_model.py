@@ -50,8 +50,7 @@ def said(command: Callable[[Path], object], model: Path) -> str:
         ({"adapter_config.json": {}}, "it holds an adapter: serve the base model"),
         ({"model_index.json": {"_class_name": "StableDiffusionPipeline"}, "unet/config.json": {}},
          f"it holds a pipeline of diffusers, which is not served: give a model of transformers: {WHOLE}"),
-        ({"a-Q4_K_M.gguf": {}, "README.md": {}},
-         "it holds GGUF weights alone (a-Q4_K_M.gguf), which are not read: give"),
+        ({"a.onnx": {}, "README.md": {}}, "it holds ONNX weights alone (a.onnx), which are not read: give"),
         ({"model.safetensors": {}},
          f"it holds weights alone (model.safetensors): give a model of transformers: {WHOLE}"),
         ({"tokenizer.json": {}, "tokenizer_config.json": {}},
@@ -76,13 +75,13 @@ def test_a_folder_without_a_config(tmp_path: Path, files: dict[str, Any], words:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("a.gguf", f"holds GGUF weights, which are not read; give a model of transformers: {WHOLE}"),
+        ("a.onnx", f"holds ONNX weights, which are not read; give a model of transformers: {WHOLE}"),
         ("model.safetensors", "is a file of weights; give the directory that holds config.json"),
     ],
 )
 def test_a_file_of_weights(tmp_path: Path, name: str, words: str) -> None:
     """The model is a directory, and not one of its files."""
-    (tmp_path / name).write_bytes(b"GGUF")
+    (tmp_path / name).write_bytes(b"")
     for command in (serve, plan):
         assert words in said(command, tmp_path / name)
 

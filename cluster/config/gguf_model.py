@@ -1,0 +1,50 @@
+"""GGUF files as models: they are converted to a checkpoint directory first, with a progress bar on stderr."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.workers.gguf.model_path import find_gguf
+
+if TYPE_CHECKING:
+    from coatcheck.workers.gguf.converter import Progress
+
+
+def with_converted_model(config: ServeConfig) -> ServeConfig:
+    """The same settings; if `model` is a GGUF file, with the directory that it is converted to. The directory has the
+    file's name, so the model has that name for clients. Converts unless that was done before.
+
+    Raises InvalidModel for a file that is broken or not served.
+    """
+    path = find_gguf(config.model)
+    if path is None:
+        return config
+    # Imported late: other models need neither numpy nor the gguf package.
+    from coatcheck.workers.gguf.conversion_cache import cached_directory
+
+    directory = cached_directory(path, config.dtype)
+    if not directory.is_dir():
+        convert_with_progress(path, directory, config.dtype)
+    return config.model_copy(update={"model": str(directory)})
+
+
+def convert_with_progress(path: Path, directory: Path, dtype: str) -> None:
+    """Convert the GGUF file `path` into `directory` and show how far that is. Raises InvalidModel."""
+    from coatcheck.workers.gguf.conversion_cache import convert
+
+    with _progress_bar(f"converting {path.name}") as progress:
+        convert(path, directory, dtype, progress)
+
+
+@contextmanager
+def _progress_bar(title: str) -> Iterator["Progress"]:
+    """A progress bar on stderr, which ends without a trace. Nothing is shown if stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(title, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)

@@ -1,0 +1,193 @@
+"""Conversion: a GGUF file as a checkpoint directory in transformers' format.
+
+The directory has config.json, the files of the tokenizer and model.safetensors. Quantised weights of linears keep their
+codes, with the names that compressed-tensors gives to codes and scales; the zero points of types with a minimum are
+fractions, so config.json names the method `gguf` (workers/checkpoint/quantised_layouts.py). A few rows of one tensor
+are in memory at a time. Imports no torch.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+
+from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry
+from coatcheck.workers.gguf.block_codes import FORMS, PLAIN, Array, Kind, dequantise, read_codes
+from coatcheck.workers.gguf.families import family_of
+from coatcheck.workers.gguf.gguf_file import GgufFile
+from coatcheck.workers.gguf.tokenizer_files import special_tokens, write_tokenizer
+from coatcheck.workers.gguf.weight_plan import Weight, choose_dtype, plan_weights
+
+Progress = Callable[[int, int], None]
+
+_CHUNK: Final = 1 << 24  # elements of a tensor that are converted at a time
+_ITEMSIZE: Final = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor of model.safetensors. `dtype`: by safetensors' name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * _ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What a GGUF file becomes, known from its header. `config`: of config.json."""
+
+    file: GgufFile
+    config: dict[str, Any]
+    weights: Sequence[Weight]
+
+    @classmethod
+    def plan(cls, path: Path, dtype: str = "auto") -> Self:
+        """`dtype`: of weights that are dequantised; auto: see choose_dtype. Raises InvalidModel for a file that is
+        broken or not served."""
+        file = GgufFile.open(path)
+        family = family_of(file)
+        dtype = choose_dtype(file) if dtype == "auto" else dtype
+        weights = plan_weights(file, family, dtype)
+        config = {"model_type": family.model_type, **family.config(file), **special_tokens(file)}
+        # llama.cpp's converter leaves out a head that equals the embedding.
+        config |= {"tie_word_embeddings": "output.weight" not in file.tensors, "dtype": dtype}
+        if any(weight.form is not None for weight in weights):
+            config["quantization_config"] = {"quant_method": "gguf"}
+        return cls(file, config, weights)
+
+    @property
+    def tensors(self) -> list[OutputTensor]:
+        """What model.safetensors has, in its order: the widest elements first, so that all are aligned."""
+        found = [tensor for weight in self.weights for tensor in output_tensors(weight)]
+        return sorted(found, key=lambda tensor: -_ITEMSIZE[tensor.dtype])
+
+    @property
+    def entries(self) -> dict[str, TensorEntry]:
+        """The tensors as the headers of the converted directory will have them, without their places in a file."""
+        return {tensor.name: TensorEntry(self.file.path, tensor.dtype, tensor.shape, 0, 0) for tensor in self.tensors}
+
+    def write(self, directory: Path, progress: Progress | None = None) -> None:
+        """Write all files into an empty directory. `progress(done_bytes, total_bytes)`: called after each piece."""
+        (directory / "config.json").write_text(json.dumps(self.config, indent=2))
+        write_tokenizer(self.file, directory)
+        tensors = self.tensors
+        total, done = sum(tensor.nbytes for tensor in tensors), 0
+        with (directory / "model.safetensors").open("wb") as out:
+            starts = _write_header(out, tensors)
+            for weight in self.weights:
+                ends = [starts[tensor.name] for tensor in output_tensors(weight)]
+                for pieces in _convert(weight):
+                    for index, piece in enumerate(pieces):
+                        out.seek(ends[index])
+                        out.write(np.ascontiguousarray(piece).data)
+                        ends[index] += piece.nbytes
+                        done += piece.nbytes
+                    if progress is not None:
+                        progress(done, total)
+            out.flush()
+            os.fsync(out.fileno())
+
+
+def output_tensors(weight: Weight) -> list[OutputTensor]:
+    """The tensors that store a weight: itself, or codes, scales and zero points."""
+    if weight.form is None:
+        return [OutputTensor(weight.name, weight.dtype, weight.shape)]
+    form, columns = weight.form, weight.shape[-1]
+    scales = (*weight.shape[:-1], columns // form.group)
+    if weight.are_blocks:
+        blocks = OutputTensor(f"{weight.name}_blocks", "U8", (*scales, form.group // 2))
+        return [blocks, OutputTensor(f"{weight.name}_scales", "U8", scales)]
+    codes = {
+        Kind.INT8: OutputTensor(weight.name, "I8", weight.shape),
+        Kind.INT4: OutputTensor(f"{weight.name}_packed", "I32", (*weight.shape[:-1], columns // 8)),
+        Kind.FP4: OutputTensor(f"{weight.name}_packed", "U8", (*weight.shape[:-1], columns // 2)),
+    }[form.kind]
+    found = [codes, OutputTensor(f"{weight.name}_scale", form.scales, scales)]
+    return [*found, OutputTensor(f"{weight.name}_zero_point", "F32", scales)] if form.has_zeros else found
+
+
+def _write_header(out: Any, tensors: Sequence[OutputTensor]) -> dict[str, int]:
+    """Write the header of a safetensors file. Returns {tensor: the byte at which its data begins}."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ends, at = {}, 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        ends[tensor.name] = at
+        at += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    out.write(len(text).to_bytes(8, "little") + text)
+    return {name: 8 + len(text) + start for name, start in ends.items()}
+
+
+def _convert(weight: Weight) -> Iterator[list[Array]]:
+    """The pieces of output_tensors(weight), some rows at a time."""
+    # Transposed matrices are converted whole.
+    step = weight.sources[0].shape[-2] if weight.is_transposed else max(1, _CHUNK // weight.sources[0].columns)
+    stored = [source.read_rows() for source in weight.sources]
+    for start in range(0, weight.num_rows, step):
+        rows = slice(start, start + step) if weight.rows is None else weight.rows[start : start + step]
+        pieces = [part[rows] for part in stored]
+        if weight.form is None:
+            yield [_plain(weight, pieces)]
+        else:
+            yield _codes(weight, pieces)
+
+
+def _plain(weight: Weight, pieces: Sequence[Array]) -> Array:
+    """The elements in the weight's dtype, as bytes or numbers."""
+    (tensor, *others), is_changed = weight.sources, weight.is_transposed or weight.offset != 0
+    if not others and not is_changed and PLAIN.get(tensor.type) == weight.dtype:
+        return pieces[0]
+    values = _alternate([dequantise(source.type, piece) for source, piece in zip(weight.sources, pieces, strict=True)])
+    if weight.offset:
+        values = values - np.float32(weight.offset)
+    return _cast(values.T if weight.is_transposed else values, weight.dtype)
+
+
+def _codes(weight: Weight, pieces: Sequence[Array]) -> list[Array]:
+    form = weight.form
+    assert form is not None
+    found = []
+    for source, piece in zip(weight.sources, pieces, strict=True):
+        found.append(read_codes(source.type, piece).in_form(FORMS[source.type], form))
+    codes = _alternate([one.codes for one in found])
+    scales = _alternate([one.scales for one in found])
+    return [_pack(codes, form.kind), scales, *([] if found[0].zeros is None else [found[0].zeros])]
+
+
+def _alternate(parts: Sequence[Array]) -> Array:
+    """Row 0 of each part, then row 1 of each, and so on."""
+    return parts[0] if len(parts) == 1 else np.stack(parts, axis=1).reshape(-1, parts[0].shape[-1])
+
+
+def _pack(codes: Array, kind: Kind) -> Array:
+    """Codes of 4 bits as two in a byte, the left one in the lower half. Integers have 8 added, as compressed-tensors
+    packs them; eight of them are an int32 of little-endian machines."""
+    if kind is Kind.INT8:
+        return codes
+    halves = (codes + 8 if kind is Kind.INT4 else codes).astype(np.uint8)
+    return halves[:, 0::2] | halves[:, 1::2] << np.uint8(4)
+
+
+def _cast(values: Array, dtype: str) -> Array:
+    """float32 -> F32, F16, or the upper halves that are BF16, rounded to the nearest, ties to even."""
+    if dtype != "BF16":
+        return values.astype(np.float32 if dtype == "F32" else np.float16)
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)

@@ -1,0 +1,209 @@
+"""plan_weights(): which tensor of transformers' checkpoint is made of which tensors of a GGUF file, and in which form.
+
+A weight stays quantised if it belongs to a linear and its type has a form in block_codes.py. All others, such as
+embeddings, are dequantised to the model's dtype. Imports no torch.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Final
+
+import numpy as np
+from gguf.constants import GGMLQuantizationType as Type
+
+from coatcheck.proto.errors import InvalidModel
+from coatcheck.workers.gguf.block_codes import FORMS, PLAIN, Array, CodeForm, can_dequantise
+from coatcheck.workers.gguf.families import MERGED, ROPE_TENSORS, Family
+from coatcheck.workers.gguf.gguf_file import GgufFile, GgufTensor
+
+# By torch's names: those of safetensors.
+DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_IN_LAYER: Final = re.compile(r"blk\.(\d+)\.(.+)")
+_UNUSED: Final = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")  # a table that old files of llama have
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight `name` of `shape`, as a transformers checkpoint has it.
+
+    `sources`: the GGUF tensor; of gpt-oss' experts two, gate and up, whose rows alternate. `rows`: which rows of each
+    source, in order; None: all. `form`: of its codes; None: it is stored in `dtype`, by safetensors' name. `offset`: is
+    subtracted. `is_transposed`: the last two sizes are exchanged. `are_blocks`: MXFP4 experts in gpt-oss' own layout.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[GgufTensor, ...]
+    dtype: str
+    form: CodeForm | None = None
+    rows: Array | None = None
+    offset: float = 0.0
+    is_transposed: bool = False
+    are_blocks: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of one source that are used."""
+        return self.sources[0].rows if self.rows is None else len(self.rows)
+
+
+def choose_dtype(file: GgufFile) -> str:
+    """The model's dtype, by torch's name: that of the matrices if none is quantised, else bfloat16."""
+    sizes: dict[Type, int] = {}
+    for tensor in file.tensors.values():
+        if len(tensor.shape) > 1:
+            sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
+    if not sizes or not sizes.keys() <= PLAIN.keys():
+        return "bfloat16"
+    largest = PLAIN[max(sizes, key=lambda kind: sizes[kind])]
+    return next(name for name, stored in DTYPES.items() if stored == largest)
+
+
+def plan_weights(file: GgufFile, family: Family, dtype: str) -> list[Weight]:
+    """Every weight of the converted checkpoint. `dtype`: torch's name, for weights that are dequantised. Raises
+    InvalidModel for a tensor that the family does not have, or of a type that cannot be dequantised."""
+    _check_complete(file, family)
+    planner = _Planner(file, family, DTYPES[dtype], _common_forms(file))
+    weights = [
+        weight
+        for tensor in file.tensors.values()
+        if tensor.name not in ROPE_TENSORS and not _UNUSED.fullmatch(tensor.name)
+        for weight in planner.place(tensor)
+    ]
+    names = [weight.name for weight in weights]
+    if len(set(names)) != len(names):
+        raise InvalidModel(f"{file.path} has two tensors for one weight; fetch it again")
+    return weights
+
+
+def _check_complete(file: GgufFile, family: Family) -> None:
+    """Raise InvalidModel if a tensor is missing that other layers have. Layers of lfm2 differ."""
+    for name in family.names:
+        if not name.startswith("blk.") and name != "output":
+            file.tensor(f"{name}.weight")
+    layers: list[set[str]] = [set() for _ in range(file.count("block_count"))]
+    for name in file.tensors:
+        if (found := _IN_LAYER.fullmatch(name)) and int(found[1]) < len(layers):
+            layers[int(found[1])].add(found[2])
+    if family.model_type == "lfm2":
+        return
+    for index, names in enumerate(layers):
+        if lost := set().union(*layers) - names:
+            file.tensor(f"blk.{index}.{min(lost)}")
+
+
+def _common_forms(file: GgufFile) -> dict[str, CodeForm]:
+    """{tensor: the form in which it is written}. Weights that a rank merges get a common form."""
+    forms = {tensor.name: FORMS[tensor.type] for tensor in file.tensors.values() if tensor.type in FORMS}
+    for layer in range(file.count("block_count")):
+        for group in MERGED:
+            names = [name for part in group if (name := f"{part.format(layer)}.weight") in forms]
+            common: CodeForm | None = reduce(
+                lambda one, name: one and one.common(forms[name]), names[1:], forms[names[0]] if names else None
+            )
+            if common is not None:
+                forms |= dict.fromkeys(names, common)
+    return forms
+
+
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    """`dtype`: safetensors' name. `forms`: see _common_forms."""
+
+    file: GgufFile
+    family: Family
+    dtype: str
+    forms: Mapping[str, CodeForm]
+
+    def place(self, tensor: GgufTensor) -> Iterator[Weight]:
+        """The weights to which a tensor goes."""
+        leaf, name = self._rename(tensor.name)
+        if not can_dequantise(tensor.type):
+            raise InvalidModel(
+                f"{self.file.path}: tensor {tensor.name} has the type {tensor.type.name}, which is not read; use a "
+                "file of another type"
+            )
+        if self.family.model_type == "gpt_oss" and "_exps." in tensor.name:
+            yield from self._gpt_oss_experts(tensor, name)
+        elif "{}" in name:
+            if len(tensor.shape) != 3:
+                raise InvalidModel(
+                    f"{self.file.path}: tensor {tensor.name} has shape {list(tensor.shape)}, not experts"
+                )
+            experts, rows, _ = tensor.shape
+            for expert in range(experts):
+                indices = np.arange(expert * rows, (expert + 1) * rows)
+                yield self._weight(name.format(expert), tensor, leaf, shape=tensor.shape[1:], rows=indices)
+        elif leaf in self.family.pairs:
+            heads = self.file.count(self.family.pairs[leaf], self.file.count("attention.head_count"))
+            column = tensor if len(tensor.shape) > 1 else replace(tensor, shape=(*tensor.shape, 1))
+            if column.rows % (2 * heads):
+                raise InvalidModel(f"{self.file.path}: {heads} heads do not divide the rows of {tensor.name}")
+            order = np.arange(column.rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
+            yield self._weight(name, column, leaf, shape=tensor.shape, rows=order)
+        else:
+            yield self._weight(name, tensor, leaf, shape=_shape(leaf, tensor))
+
+    def _rename(self, name: str) -> tuple[str, str]:
+        """(name in the layer without .weight and .bias, transformers' name)."""
+        found = _IN_LAYER.fullmatch(name)
+        layer, inner = (int(found[1]), found[2]) if found else (-1, name)
+        leaf, dot, ending = inner.rpartition(".")
+        prefix = "blk.{}." if found else ""
+        template = self.family.names.get(prefix + inner)
+        if template is None and ending in ("weight", "bias") and (known := self.family.names.get(prefix + leaf)):
+            template = f"{known}{dot}{ending}"
+        if template is None or layer >= self.file.count("block_count"):
+            raise InvalidModel(
+                f"{self.file.path} has tensor {name}, which {self.file.architecture} models of this size do not have "
+                "here; serve the model's safetensors checkpoint instead"
+            )
+        return leaf, template.replace("{}", str(layer), 1) if found else template
+
+    def _weight(
+        self, name: str, tensor: GgufTensor, leaf: str, *, shape: tuple[int, ...], rows: Array | None = None
+    ) -> Weight:
+        is_linear = name.endswith(".weight") and len(shape) == 2 and leaf not in self.family.plain
+        form = self.forms.get(tensor.name) if is_linear else None
+        offset = self.family.norm_offset if tensor.name.endswith("norm.weight") else 0.0
+        is_transposed = leaf in self.family.transposed and len(shape) == 2
+        return Weight(
+            name,
+            shape[::-1] if is_transposed else shape,
+            (tensor,),
+            "F32" if offset else PLAIN.get(tensor.type, self.dtype),
+            form=form,
+            rows=rows,
+            offset=offset,
+            is_transposed=is_transposed,
+        )
+
+    def _gpt_oss_experts(self, tensor: GgufTensor, name: str) -> Iterator[Weight]:
+        """gpt-oss stores all experts in one tensor, with alternating rows of gate and up; unquantised experts as
+        [in, out]. `name`: ends with .weight or .bias."""
+        if "ffn_up_exps" in tensor.name:
+            return  # placed with its gate
+        sources = (tensor,)
+        if "ffn_gate_exps" in tensor.name:
+            sources = (tensor, self.file.tensor(tensor.name.replace("ffn_gate_exps", "ffn_up_exps")))
+        experts, size = tensor.shape[0], tensor.shape[1] * len(sources)
+        name, _, ending = name.rpartition(".")
+        if ending == "bias":
+            columns = tuple(replace(source, shape=(*source.shape, 1)) for source in sources)
+            yield Weight(f"{name}_bias", (experts, size), columns, PLAIN.get(tensor.type, self.dtype))
+        elif all(source.type is Type.MXFP4 for source in sources):
+            shape = (experts, size, tensor.columns)
+            yield Weight(name, shape, sources, self.dtype, form=FORMS[Type.MXFP4], are_blocks=True)
+        else:
+            yield Weight(name, (experts, tensor.columns, size), sources, self.dtype, is_transposed=True)
+
+
+def _shape(leaf: str, tensor: GgufTensor) -> tuple[int, ...]:
+    """GGUF leaves out sizes of 1."""
+    if leaf == "ffn_gate_inp_shexp":
+        return (1, tensor.columns)
+    if leaf == "shortconv.conv" and len(tensor.shape) == 2:
+        return (tensor.shape[0], 1, tensor.shape[1])
+    return tensor.shape
