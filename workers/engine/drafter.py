@@ -49,8 +49,8 @@ class Drafter:
         self._row_seconds = 0.0  # c
 
     def draft(self, sequences: list[Sequence], max_rows: int) -> list[list[int]]:
-        """Draft tokens for the sequences of a step, at most `max_rows` in all. Sequences that end with their next
-        token, or follow a grammar, get none."""
+        """Draft tokens for the sequences of a step, at most `max_rows` in all. A sequence that ends with its next token
+        gets none."""
         plain = self._plain_steps.get(len(sequences))
         if plain is None or plain.drafted_since >= _PLAIN_EVERY:
             return [[] for _ in sequences]
@@ -84,7 +84,7 @@ class Drafter:
 
     def _look_up(self, sequence: Sequence) -> Draft:
         room = sequence.max_len - len(sequence.token_ids) - 1
-        if room < 1 or sequence.request.sampling.structured is not None:
+        if room < 1:
             return NO_DRAFT
         if sequence.prompt_lookup is None:
             sequence.prompt_lookup = PromptLookup(sequence.max_len)

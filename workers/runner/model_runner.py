@@ -31,7 +31,7 @@ from coatcheck.workers.attention.attention_metadata import AttentionMetadata, Lo
 from coatcheck.workers.attention.fa3_backend import Fa3Backend
 from coatcheck.workers.attention.flashinfer_backend import FlashInferBackend
 from coatcheck.workers.core.sampling_form import SamplingFeature
-from coatcheck.workers.core.step_plan import ScheduledSequence, StepPlan
+from coatcheck.workers.core.step_plan import DraftToken, ScheduledSequence, StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model
@@ -134,7 +134,7 @@ class ModelRunner:
         if plan.drafts:  # the batch state holds them as if they were known
             slots, positions, token_ids = self._int64(plan.drafts).T
             self._token_ids[slots, positions] = token_ids.to(torch.int32)
-        step = self._compute_rows(plan.scheduled) if plan.scheduled else DeviceStep(0, [], None)
+        step = self._compute_rows(plan.scheduled, plan.drafts) if plan.scheduled else DeviceStep(0, [], None)
         self._copy_states(plan.state_saves)
         if self._copier is not None:
             step.copy_report = self._copier.report_copies()
@@ -175,7 +175,7 @@ class ModelRunner:
         for state in self._states if pairs else ():
             state.copy_slots(pairs)
 
-    def _compute_rows(self, rows: list[ScheduledSequence]) -> DeviceStep:
+    def _compute_rows(self, rows: list[ScheduledSequence], drafts: list[DraftToken]) -> DeviceStep:
         needs_all = any(self._sampler.scores_prompt(row.slot, row.start) or self._pooler.pools(row) for row in rows)
         samples = any(row.needs_sample for row in rows)
         reports: dict[int, list[LogprobReport]] = {}
@@ -190,7 +190,7 @@ class ModelRunner:
             embeddings = self._pooler.pool(rows, hidden)
             hidden = hidden if indices is None else hidden[indices.tokens]
         if samples:
-            step = self._sample(rows, hidden if shape is None else None, reports)
+            step = self._sample(rows, drafts, hidden if shape is None else None, reports)
         else:
             step = DeviceStep(len(rows), [], None, prompt_logprobs=reports)
         step.embeddings = embeddings
@@ -254,7 +254,11 @@ class ModelRunner:
         return self.model.lora_step.use(tokens, sampled if samples_only else None)
 
     def _sample(
-        self, rows: list[ScheduledSequence], hidden: Tensor | None, prompt_logprobs: dict[int, list[LogprobReport]]
+        self,
+        rows: list[ScheduledSequence],
+        drafts: list[DraftToken],
+        hidden: Tensor | None,
+        prompt_logprobs: dict[int, list[LogprobReport]],
     ) -> DeviceStep:
         """Sample one token for each row with `needs_sample`. `hidden`: of these rows, [sampled rows, hidden]; None if
         the graphs have them."""
@@ -275,7 +279,7 @@ class ModelRunner:
             counts = {r: count for r, count in wanted if count is not None}
             reported = self._int64(list(counts))
             raw_logits = logits[reported]
-        failed = self._apply_bitmasks(logits, slots)
+        failed = self._apply_bitmasks(logits, slots, drafts)
         self._sampler.edit_logits(logits, slots, positions, features)
         if hidden is None:
             token_ids = self.graphs.replay_sampler(form, len(slots))
@@ -283,7 +287,7 @@ class ModelRunner:
             slot_ids, position_ids = self._int64([slots, positions])
             token_ids = self._sampler.sample(form, logits, slot_ids, position_ids)
         host_copy = HostCopy.start(token_ids)
-        self._bitmasks.record_tokens(slots, host_copy)
+        self._bitmasks.record_tokens(slots, host_copy, drafts)
         logprobs = None
         if reported is not None:
             listed = ((n, self._sampler.sampling(slots[r]).logprob_token_ids) for n, r in enumerate(counts))
@@ -293,9 +297,9 @@ class ModelRunner:
         failed_rows = {sampled[r]: reason for r, reason in failed.items()}
         return DeviceStep(len(rows), sampled, host_copy, logprobs, prompt_logprobs, failed=failed_rows)
 
-    def _apply_bitmasks(self, logits: Tensor, slots: list[int]) -> dict[int, str]:
+    def _apply_bitmasks(self, logits: Tensor, slots: list[int], drafts: list[DraftToken]) -> dict[int, str]:
         """Mask the tokens that structured output forbids. Return the reason for each row that cannot continue."""
-        masks = self._bitmasks.compute_masks(slots)
+        masks = self._bitmasks.compute_masks(slots, drafts)
         if masks is None:
             return {}
         rows, bits, failed = masks

@@ -3,6 +3,8 @@
 A sequence with a grammar has a matcher, which advances token by token. `record_tokens` gets sampled tokens while they
 are still being copied to the host. They are read only for the next mask, which on a GPU the host computes while the
 next step's forward pass runs.
+
+The mask of a draft token's row is that of a copy of the matcher which has consumed the draft tokens up to this one.
 """
 
 from __future__ import annotations
@@ -10,15 +12,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from coatcheck.proto.grammar import describe_matcher_error
-from coatcheck.workers.core.step_plan import NewSequence
+from coatcheck.workers.core.step_plan import DraftToken, NewSequence
 from coatcheck.workers.runner.host_transfer import HostCopy, upload
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
@@ -57,6 +60,20 @@ class _Constraint:
     budget: _CpuBudget
     seconds: float = 0.0
 
+    def consume(self, token_id: int) -> None:
+        """Advance the matcher. No effect on one that has ended: a finished sequence may still have a row in flight."""
+        if not self.matcher.is_stopped():
+            self.matcher.consume_token(token_id)
+
+
+class _Unread(NamedTuple):
+    """Where the tokens of one constrained sequence are in a host copy. `place`: that of its next token. `drafts`:
+    (draft token, place of the token that follows if the draft token is right) pairs."""
+
+    constraint: _Constraint
+    place: int
+    drafts: list[tuple[int, int]]
+
 
 class TokenBitmasks:
     """The matchers of one rank. On a CPU masks are computed in one thread, because the model's threads need the cores.
@@ -71,8 +88,7 @@ class TokenBitmasks:
         self._device = device
         self._constraints: dict[int, _Constraint] = {}  # by slot
         self._budgets = WeakValueDictionary[int, _CpuBudget]()  # by grammar id, while a sequence has the grammar
-        # Sampled tokens that the matchers have not consumed: the host copy, and (index in it, constraint) pairs.
-        self._unread: list[tuple[HostCopy, list[tuple[int, _Constraint]]]] = []
+        self._unread: list[tuple[HostCopy, list[_Unread]]] = []  # sampled tokens that the matchers have not consumed
         self._executor: LLExecutor | None = None
         self._was_slow = False
 
@@ -84,16 +100,26 @@ class TokenBitmasks:
             budget = self._budgets.setdefault(new.grammar_id, _CpuBudget())
             self._constraints[new.slot] = _Constraint(self._grammars.create_matcher(new.grammar_id, output), budget)
 
-    def record_tokens(self, slots: Sequence[int], token_ids: HostCopy) -> None:
-        """Keep the tokens sampled for `slots` until the next masks are computed."""
+    def record_tokens(self, slots: Sequence[int], token_ids: HostCopy, drafts: Sequence[DraftToken] = ()) -> None:
+        """Keep the tokens sampled for `slots` until the next masks are computed. `drafts`: of the last rows."""
         if not self._constraints:
             return
-        places = [(at, self._constraints[slot]) for at, slot in enumerate(slots) if slot in self._constraints]
-        if places:
-            self._unread.append((token_ids, places))
+        first = len(slots) - len(drafts)
+        unread = {
+            slot: _Unread(self._constraints[slot], place, [])
+            for place, slot in enumerate(slots[:first])
+            if slot in self._constraints
+        }
+        for place, draft in enumerate(drafts, first):
+            if draft.slot in unread:
+                unread[draft.slot].drafts.append((draft.token_id, place))
+        if unread:
+            self._unread.append((token_ids, list(unread.values())))
 
-    def compute_masks(self, slots: Sequence[int]) -> tuple[list[int], Tensor, dict[int, str]] | None:
-        """Masks for rows of these slots; None if no row is constrained.
+    def compute_masks(
+        self, slots: Sequence[int], drafts: Sequence[DraftToken] = ()
+    ) -> tuple[list[int], Tensor, dict[int, str]] | None:
+        """Masks for rows of these slots; None if no row is constrained. `drafts`: of the last rows, in their order.
 
         Returns (constrained rows, int32 [n, ceil(vocab / 32)] on the device, reasons of rows that cannot continue).
         """
@@ -103,26 +129,63 @@ class TokenBitmasks:
         from llguidance.numpy import allocate_token_bitmask  # imported late, as in proto/grammar.py
 
         self._consume_tokens()
-        constraints = [self._constraints[slots[row]] for row in rows]
+        first = len(slots) - len(drafts)
+        planned = [row for row in rows if row < first]
+        constraints = [self._constraints[slots[row]] for row in planned]
         bits = allocate_token_bitmask(len(rows), self._vocab_size)
         over_budget = self._fill_masks(constraints, bits)
         failed: dict[int, str] = {}
-        for at, (row, constraint) in enumerate(zip(rows, constraints, strict=True)):
-            if constraint.matcher.is_error() or not bits[at].any():
+        for at, (row, constraint) in enumerate(zip(planned, constraints, strict=True)):
+            if _is_stuck(constraint.matcher, bits[at]):
                 failed[row] = _explain_failure(describe_matcher_error(constraint.matcher))
                 bits[at] = -1  # all tokens, because the sampled one is discarded
             elif at in over_budget:
                 failed[row] = _explain_failure(f"it takes {over_budget[at] * 1e3:.0f} ms for a token")
+        failed |= self._fill_draft_masks(rows[len(planned) :], drafts, first, bits[len(planned) :])
         return rows, self._to_device(bits), failed
 
+    def _fill_draft_masks(
+        self, rows: list[int], drafts: Sequence[DraftToken], first: int, bits: Bits
+    ) -> dict[int, str]:
+        """Compute the masks of the constrained rows of draft tokens. Return the reasons of rows that cannot continue.
+        The time is not charged to the grammar's budget, because no request asked for guesses.
+
+        `first`: the row of the first of `drafts`.
+        """
+        if not rows:
+            return {}
+        from llguidance.numpy import fill_next_token_bitmask
+
+        failed: dict[int, str] = {}
+        copies: dict[int, LLMatcher | None] = {}  # by slot; None: no further row of the slot can be kept
+        for at, row in enumerate(rows):
+            slot, _, token_id = drafts[row - first]
+            if slot not in copies:
+                copies[slot] = self._constraints[slot].matcher.deep_copy()
+            matcher = copies[slot]
+            if matcher is not None and matcher.validate_tokens([token_id]) == 1:
+                matcher.consume_token(token_id)
+                fill_next_token_bitmask(matcher, bits, at)
+                if not _is_stuck(matcher, bits[at]):
+                    continue
+                failed[row] = _explain_failure(describe_matcher_error(matcher))
+            copies[slot] = None
+            bits[at] = -1
+        return failed
+
     def _consume_tokens(self) -> None:
-        for token_ids, places in self._unread:
+        for token_ids, unread in self._unread:
             tokens = token_ids.wait()
             began = time.thread_time()
-            for at, constraint in places:
+            for constraint, place, drafts in unread:
                 started = time.thread_time()
-                if not constraint.matcher.is_stopped():  # a finished sequence may still have a row in flight
-                    constraint.matcher.consume_token(tokens[at])
+                token = tokens[place]
+                constraint.consume(token)
+                for draft, follows in drafts:
+                    if token != draft:
+                        break
+                    token = tokens[follows]
+                    constraint.consume(token)
                 constraint.seconds += time.thread_time() - started
             self._was_slow |= time.thread_time() - began > _SLOW_SECONDS
         self._unread.clear()
@@ -158,6 +221,11 @@ class TokenBitmasks:
         if self._device.type == "cpu":
             return torch.from_numpy(bits)
         return upload(bits, torch.int32, self._device)
+
+
+def _is_stuck(matcher: LLMatcher, bits: NDArray[np.int32]) -> bool:
+    """Whether the matcher has failed, or its mask allows no token."""
+    return matcher.is_error() or not bits.any()
 
 
 def _explain_failure(reason: str) -> str:

@@ -107,7 +107,7 @@ def test_guesses_are_tried_again_later() -> None:
     assert drafts[-1] == [3]
 
 
-def test_ends_and_grammars_get_no_drafts() -> None:
+def test_the_end_gets_no_draft() -> None:
     """A draft token never lies behind the last token that a sequence may have."""
     drafter, text = Drafter(4), [1, 2, 3, 1, 2]
     drafter.record_step(1, 0, 0.01)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,10 @@ def engines_of(model: Model) -> Make:
         kind: type[GrammarBackend] = GrammarBackend,
         grammars_kept: int = MAX_CACHED_GRAMMARS,
         sent: list[bytes] | None = None,
+        drafts: int = 0,
     ) -> Engine:
+        ticks = count()  # all steps take equally long, so that rows of drafts are free
+
         layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
         pool = allocate_kv_pool(layout, num_blocks, torch.device("cpu"))
         grammars = kind.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
@@ -88,6 +92,7 @@ def engines_of(model: Model) -> Make:
         return Engine(
             model.spec, OffTheWire(runner, [] if sent is None else sent), num_blocks=num_blocks, block_size=8,
             pipeline_depth=depth, max_num_seqs=16, grammars=grammars, grammars_kept=grammars_kept,
+            max_draft_tokens=drafts, clock=lambda: float(next(ticks)),
         )  # fmt: skip
 
     return make_engine

@@ -1,6 +1,7 @@
 """Structured output through the engine with a real model: always what was asked for, and the same on every road."""
 
 import json
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.workers.core.kv_dtype import KvDtype
+from coatcheck.workers.core.prompt_lookup import Draft, PromptLookup
 from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
@@ -106,6 +108,31 @@ def test_every_road_gives_the_same_tokens(make: Make) -> None:
         for n in counts:
             for choice in range(3):
                 assert [*delivered[n][choice], *rest.get(f"after{n}.{choice}", [])] == alone[f"mine.{choice}"]
+
+
+def test_draft_tokens_change_no_token(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses may be right, wrong, or forbidden by the grammar."""
+    requests = [
+        EngineRequest("mine", PROMPT, params(JSON, n=3)),
+        EngineRequest("free", PROMPT[::-1], params(None, ignore_eos=True)),
+        EngineRequest("other", PROMPT[5:], params(OTHER, max_tokens=70)),
+    ]
+    plain = run(make(), *requests)
+    prompts = {request.request_id: request.prompt_token_ids for request in requests}
+    texts = [[*prompts[key.partition(".")[0]], *said] for key, said in plain.items()]
+    draws = random.Random(7)
+
+    def guess(self: PromptLookup, token_ids: list[int], count: int) -> Draft:
+        text = next(text for text in texts if text[: len(token_ids)] == token_ids)
+        draft = text[len(token_ids) : len(token_ids) + count]
+        return Draft(8, [draws.randrange(600) if draws.random() < 0.2 else token for token in draft])
+
+    monkeypatch.setattr(PromptLookup, "draft", guess)
+    for blocks in (200, 20):
+        engine = make(num_blocks=blocks, drafts=3)
+        assert run(engine, *requests) == plain
+        stats = engine.stats()
+        assert 50 < stats.accepted_draft_tokens < stats.draft_tokens
 
 
 def test_a_finished_choice_of_any_length_can_be_resumed(model: Model) -> None:
