@@ -260,13 +260,16 @@ class BodyLimitMiddleware:
 
 
 async def respond_unread(
-    scope: Scope, receive: Receive, send: Send, response: Response, *, has_more: bool = True
+    scope: Scope, receive: Receive, send: Send, response: Response, *, has_more: bool | None = None
 ) -> None:
     """Responds to a request whose body is not used, and closes the connection.
 
     A client that is still sending reads no response, so its body is received and dropped first, for at most
-    _LINGER_SECONDS. `has_more`: whether any of the body may still come.
+    _LINGER_SECONDS. `has_more`: whether any of the body may still come; None if nothing of it was received yet. Then a
+    client that has sent `Expect: 100-continue` waits for a response before it sends its body.
     """
+    if has_more is None:
+        has_more = Headers(scope=scope).get("expect", "").lower() != "100-continue"
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LINGER_SECONDS):
             while has_more:

@@ -101,6 +101,15 @@ async def test_nobody_is_waited_for_without_end(
     assert [reason for reason, count in refused.items() if count] == ([counted] if counted else [])
 
 
+@pytest.mark.parametrize(("head", "status"), [("content-length: 99999999", 413), ("content-encoding: gzip", 415)])
+async def test_a_client_that_asks_first_is_not_told_to_send_a_body_that_is_refused(
+    speak: Speak, head: str, status: int
+) -> None:
+    """curl sends `Expect: 100-continue` with a long body, and waits. The refusal comes at once, and nothing is sent."""
+    told = await speak(f"POST / HTTP/1.1\r\nhost: localhost\r\n{head}\r\nexpect: 100-continue\r\n\r\n".encode())
+    assert told.startswith(f"HTTP/1.1 {status} ".encode())
+
+
 async def test_a_head_has_a_length(speak: Speak, counts: CollectorRegistry) -> None:
     """A head without end is refused and not kept."""
     said = await speak(b"GET / HTTP/1.1\r\nhost: a\r\n" + b"x-a: " + b"a" * (2 * HEAD_BYTES))
