@@ -49,6 +49,7 @@ class ChaosCluster:
         self.environment = self._ray.environment
         port = self.address.rpartition(":")[2]
         flags = f"--groups {groups} --tp {tp} --kv-memory {kv_memory} --host-kv-memory {host_kv_memory} --dtype float32"
+        flags += " --speculative-tokens 3"  # guesses differ from run to run; tokens must not
         where = f"--grpc-port {port} --http-port none --ray-address {self._ray.address}"
         self._serve_command = [str(Path(sys.executable).with_name("coatcheck")), "serve", str(checkpoint)]
         self._serve_command += f"{flags} {where}".split()
