@@ -1,4 +1,4 @@
-"""find_hint: names our flag when a command gets a flag of another engine, such as vLLM or SGLang."""
+"""find_hint: names our flag when a command gets a flag of another engine, such as vLLM, SGLang or llama.cpp."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -19,14 +19,18 @@ _TOOLS: Final = f"{NOT_NEEDED}tool calls are parsed for every model whose chat t
 _TOOL_PARSER: Final = "--tool-parser, if the format that the chat template shows is not the model's"
 _REASONING: Final = f"{NOT_NEEDED}reasoning is split off if the chat template has markers for it"
 _GRAMMARS: Final = f"{NOT_NEEDED}llguidance computes all structured output"
+_GPU_LAYERS: Final = f"{NOT_NEEDED}all layers are on the GPUs, or with --device cpu on CPUs"
+_CACHE_TYPES: Final = "--kv-dtype, which holds for keys and values"
+_HUB_FILE: Final = f"{NOT_SUPPORTED}download the GGUF file, and serve it; or serve the id of a safetensors checkpoint"
 _REQUEST_LOGS: Final = f"{NOT_NEEDED}logs have one line per request, without its prompt"
 
-# Flag of vLLM or SGLang -> hint for `coatcheck serve`. docs/quickstart.md has these hints as a table.
+# Flag of another engine -> hint for `coatcheck serve`. docs/quickstart.md has these hints as a table.
 SERVE_HINTS: Final[dict[str, str]] = {
     "--host": "--grpc-host (gRPC) or --http-host (OpenAI's API)",
     "--port": "--grpc-port (gRPC) or --http-port (OpenAI's API)",
     "--model": "the first argument: coatcheck serve MODEL",
     "--model-path": "the first argument: coatcheck serve MODEL",
+    "-m": "the first argument: coatcheck serve MODEL",
     "--tensor-parallel-size": "--tp",
     "-tp": "--tp",
     "--tp-size": "--tp",
@@ -42,7 +46,22 @@ SERVE_HINTS: Final[dict[str, str]] = {
     "--max-num-batched-tokens": "--max-batch-tokens",
     "--chunked-prefill-size": "--max-batch-tokens",
     "--context-length": "--max-model-len",
+    "--ctx-size": "--max-model-len",
+    "-c": "--max-model-len",
     "--max-running-requests": "--max-num-seqs",
+    "--parallel": "--max-num-seqs",
+    "-np": "--max-num-seqs",
+    "--alias": "--served-model-name",
+    "-a": "--served-model-name",
+    "--n-gpu-layers": _GPU_LAYERS,
+    "--gpu-layers": _GPU_LAYERS,
+    "-ngl": _GPU_LAYERS,
+    "--cache-type-k": _CACHE_TYPES,
+    "-ctk": _CACHE_TYPES,
+    "--cache-type-v": _CACHE_TYPES,
+    "-ctv": _CACHE_TYPES,
+    "--hf-repo": _HUB_FILE,
+    "-hf": _HUB_FILE,
     "--sampling-defaults": "--generation-config: auto for the model's own defaults, none for ours",
     "--enable-expert-parallel": _EXPERTS,
     "--ep-size": _EXPERTS,
@@ -95,7 +114,7 @@ SERVE_HINTS: Final[dict[str, str]] = {
     "--tokenizer-revision": _REVISION,
     "--trust-remote-code": f"{NOT_SUPPORTED}code that comes with a checkpoint never runs; transformers must have the "
     "model type",
-    "--load-format": f"{NOT_SUPPORTED}weights are always safetensors",
+    "--load-format": f"{NOT_NEEDED}weights are safetensors, or those of a GGUF file",
     "--limit-mm-per-prompt": f"{NOT_SUPPORTED}images, audio and video",
     "--cpu-offload-gb": f"{NOT_SUPPORTED}weights stay on the device; use a larger --tp",
 }

@@ -91,7 +91,7 @@ def test_the_python_page_lists_the_settings_of_llm() -> None:
 
 
 def hints_table() -> str:
-    """The rows of quickstart.md's table of the flags of vLLM and SGLang: one row per hint, with all of its flags."""
+    """The rows of quickstart.md's table of the flags of other engines: one row per hint, with all of its flags."""
     flags_by_hint: dict[str, list[str]] = {}
     for flag, hint in SERVE_HINTS.items():
         flags_by_hint.setdefault(hint, []).append(f"`{flag}`")
@@ -100,9 +100,9 @@ def hints_table() -> str:
 
 
 def test_the_table_of_other_engines_flags_is_what_serve_says() -> None:
-    """docs/quickstart.md lists each flag of vLLM and SGLang that `serve` has a hint for, with that hint."""
+    """docs/quickstart.md lists each flag of vLLM, SGLang and llama.cpp that `serve` has a hint for, with that hint."""
     page = (ROOT / "docs" / "quickstart.md").read_text()
-    table = re.search(r"\| flag of vLLM or SGLang \|.*\n\|[-|]+\n((?:\|.*\n)+)", page)
+    table = re.search(r"\| flag of vLLM, SGLang or llama.cpp \|.*\n\|[-|]+\n((?:\|.*\n)+)", page)
     assert table is not None and table[1] == hints_table()
 
 

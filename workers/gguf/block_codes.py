@@ -110,8 +110,14 @@ def read_codes(kind: Type, rows: Bytes) -> BlockCodes:
 
 def dequantise(kind: Type, rows: Bytes) -> NDArray[np.float32]:
     """The values [rows, columns] of rows of any type. Raises NotImplementedError for a type without a known formula."""
-    values: NDArray[np.float32] = quants.dequantize(np.ascontiguousarray(rows), kind)
-    return values
+    form = FORMS.get(kind)
+    if form is None or form.kind is Kind.FP4 or form.has_zeros:
+        values: NDArray[np.float32] = quants.dequantize(np.ascontiguousarray(rows), kind)
+        return values
+    codes = read_codes(kind, rows)  # the same values, of K-quants in less than half of the time
+    grouped = codes.codes.reshape(len(rows), -1, form.group).astype(np.float32)
+    grouped *= codes.scales.astype(np.float32)[..., np.newaxis]
+    return grouped.reshape(len(rows), -1)
 
 
 def can_dequantise(kind: Type) -> bool:
@@ -133,8 +139,13 @@ def _half(piece: Bytes) -> Array:
 
 def _fields(packed: Bytes, bits: int, run: int) -> Bytes:
     """Unsigned fields of `bits` bits. Each `run` bytes hold 8 / bits runs of fields, the first in the lowest bits."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(1, 1, -1, 1)
-    fields = packed.reshape(len(packed), -1, 1, run) >> shifts & np.uint8((1 << bits) - 1)
+    # Shifts of whole arrays are several times as fast as those of runs.
+    packed = np.ascontiguousarray(packed)
+    fields = np.empty((len(packed), packed.shape[1] // run, 8 // bits, run), np.uint8)
+    for place in range(8 // bits):
+        shifted = packed >> np.uint8(bits * place)
+        shifted &= np.uint8((1 << bits) - 1)
+        fields[:, :, place] = shifted.reshape(len(packed), -1, run)
     return fields.reshape(len(packed), -1)
 
 

@@ -2,13 +2,15 @@
 
 The directory has config.json, the files of the tokenizer and model.safetensors. Quantised weights of linears keep their
 codes, with the names that compressed-tensors gives to codes and scales; the zero points of types with a minimum are
-fractions, so config.json names the method `gguf` (workers/checkpoint/quantised_layouts.py). A few rows of one tensor
-are in memory at a time. Imports no torch.
+fractions, so config.json names the method `gguf` (workers/checkpoint/quantised_layouts.py). Each thread has a few rows
+of one tensor in memory. Imports no torch.
 """
 
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,7 +27,8 @@ from coatcheck.workers.gguf.weight_plan import Weight, choose_dtype, plan_weight
 
 Progress = Callable[[int, int], None]
 
-_CHUNK: Final = 1 << 24  # elements of a tensor that are converted at a time
+_CHUNK: Final = 1 << 22  # elements of a tensor that a thread converts at a time
+_MOST_THREADS: Final = 16
 _ITEMSIZE: Final = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 
 
@@ -84,16 +87,14 @@ class Conversion:
         total, done = sum(tensor.nbytes for tensor in tensors), 0
         with (directory / "model.safetensors").open("wb") as out:
             starts = _write_header(out, tensors)
-            for weight in self.weights:
-                ends = [starts[tensor.name] for tensor in output_tensors(weight)]
-                for pieces in _convert(weight):
-                    for index, piece in enumerate(pieces):
-                        out.seek(ends[index])
-                        out.write(np.ascontiguousarray(piece).data)
-                        ends[index] += piece.nbytes
-                        done += piece.nbytes
-                    if progress is not None:
-                        progress(done, total)
+            for weight, pieces in _convert_in_threads(self.weights):
+                for tensor, piece in zip(output_tensors(weight), pieces, strict=True):
+                    out.seek(starts[tensor.name])
+                    out.write(np.ascontiguousarray(piece).data)
+                    starts[tensor.name] += piece.nbytes
+                    done += piece.nbytes
+                if progress is not None:
+                    progress(done, total)
             out.flush()
             os.fsync(out.fileno())
 
@@ -134,18 +135,33 @@ def _write_header(out: Any, tensors: Sequence[OutputTensor]) -> dict[str, int]:
     return {name: 8 + len(text) + start for name, start in ends.items()}
 
 
-def _convert(weight: Weight) -> Iterator[list[Array]]:
-    """The pieces of output_tensors(weight), some rows at a time."""
-    # Transposed matrices are converted whole.
-    step = weight.sources[0].shape[-2] if weight.is_transposed else max(1, _CHUNK // weight.sources[0].columns)
-    stored = [source.read_rows() for source in weight.sources]
-    for start in range(0, weight.num_rows, step):
-        rows = slice(start, start + step) if weight.rows is None else weight.rows[start : start + step]
-        pieces = [part[rows] for part in stored]
-        if weight.form is None:
-            yield [_plain(weight, pieces)]
-        else:
-            yield _codes(weight, pieces)
+def _convert_in_threads(weights: Sequence[Weight]) -> Iterator[tuple[Weight, list[Array]]]:
+    """(weight, pieces of its output_tensors), some rows at a time, in order. numpy releases the GIL as it computes."""
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    running: deque[tuple[Weight, Future[list[Array]]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for weight in weights:
+                # Transposed matrices are converted whole.
+                height = weight.sources[0].shape[-2] if weight.is_transposed else 0
+                step = height or max(1, _CHUNK // weight.sources[0].columns)
+                for start in range(0, weight.num_rows, step):
+                    running.append((weight, pool.submit(_convert, weight, start, start + step)))
+                    if len(running) > threads:
+                        done, future = running.popleft()
+                        yield done, future.result()
+            for done, future in running:
+                yield done, future.result()
+        finally:
+            for _, future in running:
+                future.cancel()
+
+
+def _convert(weight: Weight, start: int, stop: int) -> list[Array]:
+    """The pieces of output_tensors(weight) from the rows [start, stop) of each source."""
+    rows = slice(start, stop) if weight.rows is None else weight.rows[start:stop]
+    pieces = [source.read_rows()[rows] for source in weight.sources]
+    return [_plain(weight, pieces)] if weight.form is None else _codes(weight, pieces)
 
 
 def _plain(weight: Weight, pieces: Sequence[Array]) -> Array:

@@ -1,11 +1,13 @@
 """Each model family: weights, config.json and tokens of a converted GGUF file are those of the original model."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Type
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -13,7 +15,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.held_weights import held_bytes
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.gguf.block_codes import FORMS
+from coatcheck.workers.gguf.block_codes import FORMS, Kind
 from coatcheck.workers.gguf.converter import Conversion
 from coatcheck.workers.gguf.families import FAMILIES
 from coatcheck.workers.model.model import load_model
@@ -64,6 +66,19 @@ def assert_equal_weights(converted: Path, plain: Path, tolerance: float = 0.0) -
 def test_every_family_is_tested() -> None:
     """The models of these tests have every architecture that is served from GGUF."""
     assert {arch for arch, _, _ in MODELS.values()} == FAMILIES.keys()
+
+
+def test_the_page_has_every_type_and_architecture() -> None:
+    """docs/models.md: the table of types with their bits, and the list of architectures."""
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    for kind, form in FORMS.items():
+        block, size = GGML_QUANT_SIZES[kind]
+        bits = {Kind.INT8: 8, Kind.INT4: 4, Kind.FP4: 4}[form.kind]
+        held = bits + ({"F32": 32, "F16": 16, "U8": 8}[form.scales] + 32 * form.has_zeros) / form.group
+        code = f"{form.kind.value}{', zero points' if form.has_zeros else ''}"
+        assert f"| {kind.name} | {code} | {form.group} | {8 * size / block:g} | {held:g} |\n" in page
+    listed = page.partition("These architectures are served from GGUF:")[2].partition(". Others")[0]
+    assert set(re.findall(r"`([\w-]+)`", listed)) == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("name", MODELS)
