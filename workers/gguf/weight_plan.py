@@ -185,7 +185,7 @@ class _Planner:
         [in, out]. `name`: ends with .weight or .bias."""
         if "ffn_up_exps" in tensor.name:
             return  # placed with its gate
-        sources = (tensor,)
+        sources: tuple[GgufTensor, ...] = (tensor,)
         if "ffn_gate_exps" in tensor.name:
             sources = (tensor, self.file.tensor(tensor.name.replace("ffn_gate_exps", "ffn_up_exps")))
         experts, size = tensor.shape[0], tensor.shape[1] * len(sources)

@@ -3,6 +3,7 @@
 import json
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 from gguf.constants import GGMLQuantizationType as Type
 
@@ -29,12 +30,12 @@ def test_a_file_is_served_under_its_name(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").rglob("model.safetensors"))) == 1
 
 
-def _chat(url: str) -> dict[str, object]:
+def _chat(url: str) -> dict[str, Any]:
     body = {"model": "Tiny-Q8_0", "messages": [{"role": "user", "content": "the quick fox"}], "max_tokens": 4,
             "temperature": 0}  # fmt: skip
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=MAX_WAIT_SECONDS) as answer:
-        fields: dict[str, object] = json.load(answer)
+        fields: dict[str, Any] = json.load(answer)
     return fields

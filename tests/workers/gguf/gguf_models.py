@@ -167,7 +167,7 @@ def byte_tokenizer() -> Tokenizer:
 def add_byte_level(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str = "gpt-2") -> None:
     state = json.loads(tokenizer.to_str())
     special = {token["content"]: token for token in state["added_tokens"]}
-    tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
+    tokens = sorted(ids := tokenizer.get_vocab(), key=lambda token: ids[token])
     kinds = [
         gguf.TokenType.NORMAL
         if token not in special

@@ -15,7 +15,6 @@ from gguf.constants import GGMLQuantizationType as Type
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.errors import InvalidModel
-from coatcheck.workers.gguf import conversion_cache
 from coatcheck.workers.gguf.conversion_cache import cached_directory, convert
 from coatcheck.workers.gguf.converter import Conversion
 from tests.workers.gguf.gguf_models import write_model
@@ -109,7 +108,7 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
     """The error says how much is needed, and which earlier conversions can be deleted."""
     folder = cached_directory(model, "float32")
     convert(model, folder, "float32")
-    monkeypatch.setattr(conversion_cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
     with pytest.raises(InvalidModel) as error:
         convert(model, tmp_path / "out", "auto")
     assert "takes 6" in str(error.value) and "has 1 MiB free" in str(error.value)
