@@ -25,7 +25,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 23
+VERSION = 24
 CPU_CLASS_VARIABLE = "COATCHECK_CPU"
 
 # From the worst to the best, as in kernels/README.md. For a kernel that a class lacks, the best class before it is used
@@ -83,7 +83,7 @@ _SIGNATURES = {
 
 # The C structs. The fields are those of the headers in kernels/csrc.
 ATTENTION = struct.Struct("@PqPPqPPqqffqqPPqqqPqqPqP")
-WEIGHT = struct.Struct("@PPqqPPPPqqq")
+WEIGHT = struct.Struct("@PPqqPPPPqqqq")
 LINEAR = struct.Struct("@PqqPqPP")  # follows a WEIGHT
 KV_CACHE = struct.Struct("@PPqqPPqqqqqqq")
 NORM = struct.Struct("@5P7qffqq")

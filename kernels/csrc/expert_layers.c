@@ -64,7 +64,7 @@ static Linear of_expert(const Weight *first, int64_t expert, int64_t rows, int64
         w.packed = (const uint32_t *)w.packed + panels * (padded_depth(w.depth) / codes_of_word(w.kind));
         w.scales = (const char *)w.scales + scales * scale_bytes(w.scale_type);
         if (w.row_scales) w.row_scales += panels;
-        if (w.zeros) w.zeros += scales;
+        if (w.zeros) w.zeros = (const char *)w.zeros + scales * scale_bytes(w.zero_type);
     }
     return (Linear){w, 0, w.depth, rows, 0, w.features, 0, 0};
 }

@@ -10,10 +10,12 @@
  *
  *     y = sum over chunks, in order, of scale * (u * sum of (code - zero) * q)      (one fused multiply-add for each)
  *
- * The inner sum is exact, and is rounded once to float32. bfloat16 has 8 significant bits, so q is x / u exactly where |x| is
- * at least 2^(E - 7); smaller x change by at most u / 2. A chunk with an infinity or a NaN gives NaN. A row's bits depend
- * neither on the other rows of the call nor on the class. Codes of FP8 (e4m3) have too wide a range for 16 bits. The class
- * `amx` unpacks the weight to bfloat16 instead: AMX has no products of 16-bit integers. */
+ * The inner sum is exact, and is rounded once to float32. If zero points are fractions, y first gets
+ * -(zero * scale) * (u * sum of q) of each chunk of a span (see Span), and then the sums without zero points. bfloat16
+ * has 8 significant bits, so q is x / u exactly where |x| is at least 2^(E - 7); smaller x change by at most u / 2. A
+ * chunk with an infinity or a NaN gives NaN. A row's bits depend neither on the other rows of the call nor on the class.
+ * Codes of FP8 (e4m3) have too wide a range for 16 bits. The class `amx` unpacks the weight to bfloat16 instead: AMX has
+ * no products of 16-bit integers. */
 #pragma once
 #include "linear.h"
 
@@ -30,6 +32,13 @@
 
 INLINE int uses_integer_products(const Weight *w) {
     return HAS_INTEGER_PRODUCTS && w->kind != PLAIN && w->kind != CODES_FP8;
+}
+
+/* `w` without its zero points if they may be fractions. */
+INLINE Weight without_fractions(const Weight *w) {
+    Weight whole = *w;
+    if (w->zero_type != INT8) whole.zeros = NULL;
+    return whole;
 }
 
 INLINE int64_t chunks_of_group(const Weight *w) { return (w->group + CHUNK - 1) / CHUNK; }
@@ -232,7 +241,8 @@ INLINE void unpack_span_of(const int kind, const Weight *w, int64_t panel, const
         for (int j = 0; j < n; j++) {
             offset[j] = (Shorts)((Words){} + OFFSET(kind) * 0x00010001u);
             if (!w->zeros) continue;
-            const Words zero = load_bytes(w->zeros + place_of_scales(span->groups, panel, span->group + i, j));
+            const int8_t *zeros = (const int8_t *)w->zeros + place_of_scales(span->groups, panel, span->group + i, j);
+            const Words zero = load_bytes(zeros);
             offset[j] += (Shorts)(zero << 8 | zero << 24) >> 8; /* sign-extended to both halves */
         }
         for (; k < span->ends[i]; k += 8, codes += PANEL, halves += 4 * n * LANES)
@@ -273,7 +283,7 @@ INLINE void integer_tile(const int m, const int n, const int kind, const Weight 
             for (int j = 0; j < n; j++)
                 sum[r * n + j] = (Words){} - (is_unpacked ? 0 : OFFSET(kind) * (uint32_t)x_sums[r]);
         for (int j = 0; j < n && w->zeros && !is_unpacked; j++) {
-            const int8_t *zeros = w->zeros + place_of_scales(span->groups, panel, span->group + chunk, j);
+            const int8_t *zeros = (const int8_t *)w->zeros + place_of_scales(span->groups, panel, span->group + chunk, j);
             const Ints zero = (Ints)(load_bytes(zeros) << 24) >> 24;
             for (int r = 0; r < m; r++) sum[r * n + j] -= (Words)zero * (uint32_t)x_sums[r];
         }
@@ -332,18 +342,49 @@ static void tile_of_integers(int64_t m, int64_t n, const Weight *w, int64_t pane
 #undef ROWS_OF
 #undef TILE_OF
 }
+
+/* The zero points of a span, of a float type, [chunks][n], times `scales`. */
+INLINE void load_span_zeros_of(const int type, const Weight *w, int64_t panel, int64_t n, const Span *span,
+                               const Floats *scales, Floats *zeros) {
+    for (int64_t j = 0; j < n; j++) {
+        const int64_t first = place_of_scales(span->groups, panel, span->group, j);
+        const char *ahead = (const char *)w->zeros + (first + span->scales_ahead) * scale_bytes(type);
+        for (int64_t i = 0; i < span->count * PANEL * scale_bytes(type) && j % VECTORS == 0; i += 64)
+            __builtin_prefetch(ahead + i);
+        for (int64_t i = 0; i < span->count; i++)
+            zeros[i * n + j] = load_scales(w->zeros, first + i * PANEL, type) * scales[i * n + j];
+    }
+}
+
+static void load_span_zeros(const Weight *w, int64_t panel, int64_t n, const Span *span, const Floats *scales,
+                            Floats *zeros) {
+    if (w->zero_type == BF16) load_span_zeros_of(BF16, w, panel, n, span, scales, zeros);
+    else if (w->zero_type == F16) load_span_zeros_of(F16, w, panel, n, span, scales, zeros);
+    else load_span_zeros_of(F32, w, panel, n, span, scales, zeros);
+}
+
+/* sums[m][n] -= what the zero points of a span subtract. `zeros`: of load_span_zeros. n is a constant at every call. */
+INLINE void subtract_zeros_of(int64_t m, const int n, const Span *span, const IntegerRows *x, const Floats *zeros,
+                              Floats *sums) {
+    const int32_t *x_sums = x->x_sums + span->index * m;
+    const float *x_scales = x->x_scales + span->index * m;
+    float totals[MOST_CHUNKS * INTEGER_ROWS];
+    for (int64_t i = 0; i < span->count * m; i++) totals[i] = -(float)x_sums[i] * x_scales[i];
+    for (int64_t r = 0; r < m; r++, sums += n) {
+        Floats sum[MOST_VECTORS];
+        for (int j = 0; j < n; j++) sum[j] = sums[j];
+        for (int64_t i = 0; i < span->count; i++)
+            for (int j = 0; j < n; j++) sum[j] = fused((Floats){} + totals[i * m + r], zeros[i * n + j], sum[j]);
+        for (int j = 0; j < n; j++) sums[j] = sum[j];
+    }
+}
+
+static void subtract_zeros(int64_t m, int64_t n, const Span *span, const IntegerRows *x, const Floats *zeros, Floats *sums) {
+    if (n == MOST_VECTORS) subtract_zeros_of(m, MOST_VECTORS, span, x, zeros, sums);
+    else subtract_zeros_of(m, INTEGER_VECTORS, span, x, zeros, sums);
+}
 #else
 INLINE void quantise_rows(const Linear *l, int64_t first, int64_t m, int64_t from, int64_t to) {
     (void)l, (void)first, (void)m, (void)from, (void)to;
-}
-INLINE void load_span_scales(const Weight *w, int64_t panel, int64_t n, const Span *span, Floats *scales) {
-    (void)w, (void)panel, (void)n, (void)span, (void)scales;
-}
-INLINE void unpack_span(const Weight *w, int64_t panel, const Span *span, uint32_t *halves) {
-    (void)w, (void)panel, (void)span, (void)halves;
-}
-INLINE void tile_of_integers(int64_t m, int64_t n, const Weight *w, int64_t panel, const Span *span, const IntegerRows *x,
-                             const uint32_t *halves, const Floats *scales, Floats *sums) {
-    (void)m, (void)n, (void)w, (void)panel, (void)span, (void)x, (void)halves, (void)scales, (void)sums;
 }
 #endif

@@ -261,26 +261,36 @@ static void multiply_numbers(const Linear *l, const Cut *c, const Weights *part,
     }
 }
 
+#if HAS_INTEGER_PRODUCTS
 /* sums[t] += tile t of x times the weight, as integers, for tiles [from, to). Several tiles share one copy of each span
  * of codes of 4 bits, unpacked to `halves`. For codes of 8 bits, which a tile unpacks in two instructions, a copy costs
  * as much as it saves. */
 static void multiply_integers(const Linear *l, const Cut *c, int64_t panel, int64_t from, int64_t to, uint32_t *halves,
                               Floats sums[TILES][ACCUMULATORS]) {
-    const Weight *w = &l->weight;
-    Floats scales[MOST_CHUNKS * MOST_VECTORS];
+    const Weight *w = &l->weight, whole = without_fractions(w);
+    const int is_fractional = w->zeros && !whole.zeros;
+    Floats scales[MOST_CHUNKS * MOST_VECTORS], zeros[MOST_CHUNKS * MOST_VECTORS];
     Span span;
     if (to - from < 2 || w->kind == CODES_INT8) halves = NULL;
     for (Chunk chunk = chunk_at(w, 0); chunk.index < c->chunks;) {
         take_span(w, c->group, &chunk, &span);
         load_span_scales(w, panel, c->n, &span, scales);
-        if (halves) unpack_span(w, panel, &span, halves);
+        if (is_fractional) load_span_zeros(w, panel, c->n, &span, scales, zeros);
+        if (halves) unpack_span(&whole, panel, &span, halves);
         for (int64_t t = from; t < to; t++) {
             const int64_t first = t * c->height, m = min_i64(c->height, l->rows - first);
             const IntegerRows rows = integer_rows(l, c->chunks, first, m);
-            tile_of_integers(m, c->n, w, panel, &span, &rows, halves, scales, sums[t - from]);
+            if (is_fractional) subtract_zeros(m, c->n, &span, &rows, zeros, sums[t - from]);
+            tile_of_integers(m, c->n, &whole, panel, &span, &rows, halves, scales, sums[t - from]);
         }
     }
 }
+#else
+INLINE void multiply_integers(const Linear *l, const Cut *c, int64_t panel, int64_t from, int64_t to, uint32_t *halves,
+                              Floats sums[TILES][ACCUMULATORS]) {
+    (void)l, (void)c, (void)panel, (void)from, (void)to, (void)halves, (void)sums;
+}
+#endif
 
 /* Computes one item of a linear. */
 INLINE void multiply(const Linear *l, const Cut *c, int64_t item, const int type) {

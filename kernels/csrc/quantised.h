@@ -8,7 +8,7 @@
  * The codes of a packed weight are words [panels][depth / codes of a word][PANEL]. The codes of a word are consecutive
  * along the depth, the first in the lowest bits. Zero codes pad the depth to whole tiles of AMX. Scales and zero points
  * are [panels][groups][PANEL]: `group` consecutive codes along the depth share one. A group is a multiple of 8, or the
- * whole depth. */
+ * whole depth. Zero points of INT8 are whole numbers; those of a float type may be fractions. */
 #pragma once
 #include "simd/vectors.h"
 #if defined(__AVX2__)
@@ -32,13 +32,14 @@ typedef struct {
     int64_t features, depth;
     const void *scales;
     const float *row_scales; /* [panels][PANEL]: what the scales of a feature are multiplied with; null: 1 */
-    const int8_t *zeros;     /* zero points of integer codes; null: all are 0 */
+    const void *zeros;       /* zero points of integer codes; null: all are 0 */
     const int32_t *order;    /* [depth]: the column of x for each column of codes; null: the same column */
-    int64_t kind, group, scale_type;
+    int64_t kind, group, scale_type, zero_type; /* zero_type: INT8, F32, BF16 or F16 */
 } Weight;
 
 INLINE int64_t codes_of_word(int64_t kind) { return kind == CODES_INT4 || kind == CODES_FP4 ? 8 : 4; }
-INLINE int64_t scale_bytes(int64_t type) { return type == E8M0 || type == FP8 ? 1 : type == F32 ? 4 : 2; }
+/* Bytes of a scale or a zero point. */
+INLINE int64_t scale_bytes(int64_t type) { return type == E8M0 || type == FP8 || type == INT8 ? 1 : type == F32 ? 4 : 2; }
 INLINE int64_t groups_of(const Weight *w) { return (w->depth + w->group - 1) / w->group; }
 INLINE int64_t padded_depth(int64_t depth) { return (depth + 2 * TILE_WORDS - 1) / (2 * TILE_WORDS) * 2 * TILE_WORDS; }
 
@@ -167,8 +168,9 @@ INLINE Floats scales_of(const Weight *w, int64_t groups, int64_t panel, int64_t 
     return load_scales(w->scales, place_of_scales(groups, panel, group, v), w->scale_type) * row_scales_of(w, panel, v);
 }
 
-INLINE Floats load_zeros(const int8_t *zeros) {
-    return __builtin_convertvector((Ints)(load_bytes(zeros) << 24) >> 24, Floats);
+INLINE Floats load_zeros(const Weight *w, int64_t at) {
+    if (w->zero_type != INT8) return load_scales(w->zeros, at, w->zero_type);
+    return __builtin_convertvector((Ints)(load_bytes((const int8_t *)w->zeros + at) << 24) >> 24, Floats);
 }
 
 /* A pair of bfloat16 in each lane, rounded to nearest. */
@@ -200,7 +202,7 @@ INLINE void unpack_panel(const Weight *w, int64_t panel, int64_t from, int64_t t
         Floats scale[VECTORS] = {{0}}, zero[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
             if (form != NUMBERS) scale[v] = scales_of(w, groups, panel, group, v) * (1 / left);
-            if (has_zeros) zero[v] = load_zeros(w->zeros + place_of_scales(groups, panel, group, v)) * left;
+            if (has_zeros) zero[v] = load_zeros(w, place_of_scales(groups, panel, group, v)) * left;
         }
         for (; k < last; k += per_word) {
             uint32_t *row = unpacked + (k - from) / (form == WEIGHT_PAIRS ? 2 : 1) * PANEL;
@@ -261,7 +263,7 @@ INLINE void code_tile(const int m, const int n, const int kind, const int has_ze
         Floats sum[ACCUMULATORS], zero[MOST_VECTORS];
         for (int i = 0; i < m * n; i++) sum[i] = (Floats){};
         for (int j = 0; j < n && has_zeros; j++)
-            zero[j] = load_zeros(w->zeros + place_of_scales(groups, panel, group, j)) * FACTOR(kind);
+            zero[j] = load_zeros(w, place_of_scales(groups, panel, group, j)) * FACTOR(kind);
         const int64_t last = group == groups - 1 ? depth : (group + 1) * w->group;
         for (; k < last; k += per_word, codes += PANEL, x += per_word * m) {
             Codes parts[MOST_VECTORS];

@@ -315,15 +315,14 @@ def weight_struct(
     """The C struct Weight, which points into `parts` and `bias`. `shape`: [out_features, in_features]."""
     first = (parts[0].data_ptr(), 0 if bias is None else bias.data_ptr(), *shape)
     if isinstance(weight, Tensor):
-        return native.WEIGHT.pack(*first, 0, 0, 0, 0, 0, 0, 0)
+        return native.WEIGHT.pack(*first, 0, 0, 0, 0, 0, 0, 0, 0)
     pointers = iter(part.data_ptr() for part in parts[1:])
     scales = next(pointers)
     row_scales, zeros, order = (
         0 if part is None else next(pointers) for part in (weight.row_scales, weight.zeros, weight.order)
     )
-    return native.WEIGHT.pack(
-        *first, scales, row_scales, zeros, order, weight.kind, weight.group, _SCALES[weight.scales.dtype]
-    )
+    types = _SCALES[weight.scales.dtype], 0 if weight.zeros is None else native.ELEMENTS[weight.zeros.dtype]
+    return native.WEIGHT.pack(*first, scales, row_scales, zeros, order, weight.kind, weight.group, *types)
 
 
 # As in kernels/csrc/quantised.h.

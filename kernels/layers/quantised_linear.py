@@ -4,8 +4,9 @@
 
 A program reads a tile of codes, converts it to the dtype of x in registers, which is exact, and multiplies it with a
 tile of x. The scale of a group multiplies the sums of the group's columns. Where groups are short or tiles are high, it
-multiplies the codes before the product, and they are rounded to the dtype of x. The weight is the left operand, because
-matrix units that read an operand from registers read the left one. Scales are loaded one step ahead.
+multiplies the codes before the product, and they are rounded to the dtype of x. So it does if zero points may be
+fractions. The weight is the left operand, because matrix units that read an operand from registers read the left one.
+Scales are loaded one step ahead.
 
 Few rows make too few tiles to fill the GPU. Then the columns are divided into units (split-K): each program sums one
 unit of a tile, and the program that finishes last adds the sums of all units, in the order of the columns. So the bits
@@ -90,7 +91,8 @@ class Codes(NamedTuple):
     @property
     def variant(self) -> tuple[object, ...]:
         """Equal for weights that share their kernels."""
-        layout = self.kind, self.shape, self.step, self.group, self.scales.dtype, self.zeros is None, self.order is None
+        zeros = None if self.zeros is None else self.zeros.dtype
+        layout = self.kind, self.shape, self.step, self.group, self.scales.dtype, zeros, self.order is None
         return *layout, self.format
 
 
@@ -273,8 +275,10 @@ def _multiply(
     the whole weight. `first` is a multiple of 2 * HALF."""
     dtype: tl.constexpr = x.dtype.element_ty
     packed: tl.constexpr = KIND == 2 or KIND == 4
+    # Whether codes less zero points are exact in the dtype of x.
+    are_exact: tl.constexpr = dtype != tl.float32 and (zeros is None or zeros.dtype.element_ty == tl.int8)
     # Whether scales multiply sums, not codes: the sums of each product, or with GROUP 0 the sums of all columns once.
-    of_sums: tl.constexpr = dtype != tl.float32 and (GROUP == 0 or (GROUP % STEP == 0 and BLOCK_M <= 64))
+    of_sums: tl.constexpr = are_exact and (GROUP == 0 or (GROUP % STEP == 0 and BLOCK_M <= 64))
     # Whether the two codes of a byte may lie in different groups.
     two: tl.constexpr = packed and GROUP > 0 and GROUP % (2 * HALF) != 0
     at_code = codes + n.to(tl.int64)[:, None] * row_bytes + tl.arange(0, STEP)[None, :]

@@ -51,9 +51,10 @@ class QuantisedWeight:
     `codes`: uint8 [rows, columns]; codes of 4 bits [rows, ceil(columns / 2)], the even column in the lower half.
     Integers are two's complements. `scales`: [rows, groups] of a float dtype, or uint8: e stands for 2^(e - 127).
     `row_scales`: float32 [rows, 1], with which the scales of a row are multiplied, rounded to float32; None: all are 1.
-    `zeros`: the zero points of integer codes, int8 [rows, groups]; None: all are 0. `order`: int [columns], the column
-    of the weight that each column of codes belongs to; None: the same column. `dtype`: the dtype of the linear's x and
-    y. `quantises_activations`: the checkpoint asks linears to quantise x too (w8a8_linear.py says whether they can).
+    `zeros`: the zero points of integer codes, [rows, groups]: int8, or of a float dtype, for fractions; None: all are
+    0. `order`: int [columns], the column of the weight that each column of codes belongs to; None: the same column.
+    `dtype`: the dtype of the linear's x and y. `quantises_activations`: the checkpoint asks linears to quantise x too
+    (w8a8_linear.py says whether they can).
     """
 
     kind: CodeKind
@@ -78,11 +79,13 @@ class QuantisedWeight:
         zeros: Tensor | None = None,
         order: Tensor | None = None,
     ) -> Self:
-        """`codes`: integers [rows, columns], one code in each element. Codes of FP8 and FP4 are given as their bits."""
+        """`codes`: integers [rows, columns], one code in each element. Codes of FP8 and FP4 are given as their bits.
+        `zeros`: integers from -128 to 127, which become int8, or of a float dtype, which they keep."""
         rows, columns = codes.shape
         if kind.bits == 4:
             codes = pack_halves(codes)
-        zeros = None if zeros is None else zeros.to(torch.int8).contiguous()
+        if zeros is not None:
+            zeros = (zeros if zeros.is_floating_point() else zeros.to(torch.int8)).contiguous()
         codes = codes.contiguous().view(torch.uint8) if codes.itemsize == 1 else codes.to(torch.uint8)
         return cls(kind, (rows, columns), codes, scales.contiguous(), min(group, columns), dtype, zeros, order)
 
@@ -167,8 +170,8 @@ class QuantisedWeight:
         """The rows of all weights, stacked. None if the weights differ in how they are stored."""
         first = weights[0]
         layouts = {
-            (w.kind, w.shape[1], w.group, w.scales.dtype, w.row_scales is None, w.zeros is None, w.order is None,
-             w.quantises_activations)
+            (w.kind, w.shape[1], w.group, w.scales.dtype, w.row_scales is None,
+             None if w.zeros is None else w.zeros.dtype, w.order is None, w.quantises_activations)
             for w in weights
         }  # fmt: skip
         orders = [weight.order for weight in weights if weight.order is not None]

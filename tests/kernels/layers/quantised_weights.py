@@ -18,11 +18,11 @@ def random_weight(
     dtype: torch.dtype,
     *,
     scales: torch.dtype = torch.float32,
-    has_zeros: bool = False,
+    zeros: torch.dtype | None = None,
     is_ordered: bool = False,
 ) -> QuantisedWeight:
-    """Codes over their whole range. `is_ordered`: columns belong to groups in a random order. With scales in e4m3 the
-    weight has `row_scales`."""
+    """Codes over their whole range. `zeros`: int8, or a float dtype for fractions; None: no zero points. `is_ordered`:
+    columns belong to groups in a random order. With scales in e4m3 the weight has `row_scales`."""
     groups = -(-columns // group)
     match kind:
         case CodeKind.INT8:
@@ -37,9 +37,12 @@ def random_weight(
     else:
         size = 100.0 if scales == torch.float8_e4m3fn else 0.1
         factors = (torch.rand(rows, groups) * size + size / 10).to(scales)
-    zeros = torch.randint(-9, 9, (rows, groups)) if has_zeros else None
+    points = None
+    if zeros is not None:
+        points = torch.rand(rows, groups) * 18 - 9 if zeros.is_floating_point else torch.randint(-9, 9, (rows, groups))
+        points = points.to(zeros)
     order = torch.randperm(columns).to(torch.int32) if is_ordered else None
-    weight = QuantisedWeight.of_codes(kind, codes, factors, group, dtype, zeros, order)
+    weight = QuantisedWeight.of_codes(kind, codes, factors, group, dtype, points, order)
     if scales == torch.float8_e4m3fn:
         return replace(weight, row_scales=torch.rand(rows, 1) * 1e-3 + 1e-4)
     return weight

@@ -141,32 +141,33 @@ def test_two_ranks_add_up_to_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kind", "scales"),
+    ("kind", "scales", "zeros"),
     [
-        (CodeKind.INT8, torch.float16),
-        (CodeKind.INT4, torch.float16),
-        (CodeKind.FP8, torch.float16),
-        (CodeKind.FP4, torch.uint8),
-        (CodeKind.FP4, torch.float8_e4m3fn),
+        (CodeKind.INT8, torch.float16, torch.int8),
+        (CodeKind.INT4, torch.float16, torch.int8),
+        (CodeKind.INT4, torch.float32, torch.float32),
+        (CodeKind.FP8, torch.float16, None),
+        (CodeKind.FP4, torch.uint8, None),
+        (CodeKind.FP4, torch.float8_e4m3fn, None),
     ],
 )
 def test_quantised_experts_give_the_products_of_their_dequantised_weights(
-    dtype: torch.dtype, kind: CodeKind, scales: torch.dtype
+    dtype: torch.dtype, kind: CodeKind, scales: torch.dtype, zeros: torch.dtype | None
 ) -> None:
     """Experts that stay quantised give the bits of their dequantised weights, or, where the processor does not round
     these to bfloat16, results as near as a rounded sum can be. They take the bytes of their codes."""
-    has_zeros, has_row_scales = kind in (CodeKind.INT8, CodeKind.INT4), scales == torch.float8_e4m3fn
+    has_row_scales = scales == torch.float8_e4m3fn
 
     def experts(rows: int, columns: int, group: int) -> QuantisedExperts:
         shape = (EXPERTS * rows, columns, group, dtype)
-        return QuantisedExperts(EXPERTS, random_weight(kind, *shape, scales=scales, has_zeros=has_zeros))
+        return QuantisedExperts(EXPERTS, random_weight(kind, *shape, scales=scales, zeros=zeros))
 
     gate_up, down = experts(2 * INNER, HIDDEN, 24), experts(HIDDEN, INNER, 8)
     bias = torch.randn(EXPERTS, 2 * INNER).to(dtype)
     quantised = PackedExperts(gate_up, down, top_k=TOP_K, gate_up_bias=bias)
     plain = PackedExperts(gate_up.dequantise(), down.dequantise(), top_k=TOP_K, gate_up_bias=bias)
     assert (
-        len(quantised.parts[0]) == 2 + has_zeros + has_row_scales
+        len(quantised.parts[0]) == 2 + (zeros is not None) + has_row_scales
         and quantised.parts[0][0].nbytes < plain.parts[0][0].nbytes / 1.5
     )
     is_rounded = dtype == torch.float32 or multiplies_rounded_weights(kind)

@@ -28,21 +28,43 @@ def integer_product(weight: QuantisedWeight, x: torch.Tensor) -> torch.Tensor:
     """The definition in kernels/csrc/integer_rows.h, in float32."""
     if weight.order is not None:
         x, weight = x[:, weight.order.long()], replace(weight, order=None)
-    scales = weight.without_row_scales().scales
-    numbers = replace(weight, scales=torch.ones(scales.shape), row_scales=None).dequantise(torch.float64)
+    scales = weight.without_row_scales().scales.float()
+    numbers, products = replace(weight, scales=torch.ones(scales.shape), row_scales=None), None
+    if weight.zeros is not None and weight.zeros.is_floating_point():
+        numbers, products = replace(numbers, zeros=None), weight.zeros.float() * scales
+    numbers = numbers.dequantise(torch.float64)
     y = torch.zeros(len(x), weight.shape[0])
-    for start in range(0, weight.shape[1], weight.group):
-        stop = min(start + weight.group, weight.shape[1])
-        for first in range(start, stop, 128):
-            chunk = x[:, first : min(first + 128, stop)].double()
-            largest = chunk.abs().amax(1, keepdim=True)
-            unit = torch.exp2(
-                (torch.frexp(largest).exponent - 1).where(largest > 0, -100).clamp(min=-100).double() - 14
-            )
-            sums = ((chunk / unit).round() @ numbers[:, first : min(first + 128, stop)].T).float() * unit.float()
-            scale = scales[:, start // weight.group]
-            y = (sums.double() * scale.double() + y.double()).float()
+    for span in spans_of(*weight.shape[1:], weight.group):
+        quantised = [quantise_chunk(x[:, first:stop]) for first, stop in span]
+        for (first, _), (q, unit) in zip(span, quantised, strict=True):
+            if products is not None:
+                y = (y.double() - q.sum(1, keepdim=True) * unit * products[:, first // weight.group].double()).float()
+        for (first, stop), (q, unit) in zip(span, quantised, strict=True):
+            sums = (q @ numbers[:, first:stop].T).float() * unit.float()
+            y = (sums.double() * scales[:, first // weight.group].double() + y.double()).float()
     return y
+
+
+def spans_of(depth: int, group: int) -> list[list[tuple[int, int]]]:
+    """Chunks [first, stop) of at most 128 columns of a group, in spans: as many as have at most 128 columns together.
+    The last chunk counts with its padding."""
+    spans: list[list[tuple[int, int]]] = []
+    for start in range(0, depth, group):
+        for first in range(start, min(start + group, depth), 128):
+            stop = min(first + 128, start + group, depth)
+            end = -(-depth // 32) * 32 if stop == depth else stop
+            if spans and end - spans[-1][0][0] <= 128:
+                spans[-1].append((first, stop))
+            else:
+                spans.append([(first, stop)])
+    return spans
+
+
+def quantise_chunk(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(q, u [rows, 1]) of the columns of a chunk, in float64."""
+    largest = x.double().abs().amax(1, keepdim=True)
+    unit = torch.exp2((torch.frexp(largest).exponent - 1).where(largest > 0, -100).clamp(min=-100).double() - 14)
+    return (x.double() / unit).round(), unit
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,12 +78,29 @@ def test_integer_products_have_the_bits_of_their_definition(
     """For any number of rows. The error is below that of rounding the exact results to bfloat16, also where a column of
     x is 1,000 times as large as the others."""
     torch.manual_seed(depth)
-    has_zeros, is_ordered = group in (40, 320) and kind != CodeKind.FP4, group == 32
+    zeros = torch.int8 if group in (40, 320) and kind != CodeKind.FP4 else None
     scales = torch.float8_e4m3fn if group == 16 else torch.float32
-    weight = random_weight(
-        kind, 70, depth, group, torch.bfloat16, scales=scales, has_zeros=has_zeros, is_ordered=is_ordered
-    )
-    bias = torch.randn(70).bfloat16()
+    is_ordered = group == 32
+    weight = random_weight(kind, 70, depth, group, torch.bfloat16, scales=scales, zeros=zeros, is_ordered=is_ordered)
+    check_bits(weight, outlier)
+
+
+@pytest.mark.parametrize("kind", [CodeKind.INT8, CodeKind.INT4])
+@pytest.mark.parametrize("zeros", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("depth", "group"), [(208, 16), (320, 32), (448, 64), (640, 128), (600, 200), (130, 130)])
+def test_zero_points_may_be_fractions(kind: CodeKind, zeros: torch.dtype, depth: int, group: int) -> None:
+    """The products have the bits of their definition, also with scales of rows and with columns in any order."""
+    torch.manual_seed(depth)
+    scales = torch.float8_e4m3fn if group == 64 else zeros
+    is_ordered = group == 32
+    weight = random_weight(kind, 70, depth, group, torch.bfloat16, scales=scales, zeros=zeros, is_ordered=is_ordered)
+    check_bits(weight, 1.0)
+
+
+def check_bits(weight: QuantisedWeight, outlier: float) -> None:
+    """`outlier`: what a column of x is multiplied with."""
+    features, depth = weight.shape
+    bias = torch.randn(features).bfloat16()
     linear = PackedLinear(weight, bias)
     for rows in (1, 2, 3, 7, 70):
         x = torch.randn(rows, depth) * torch.logspace(-3, 3, rows)[:, None]

@@ -15,34 +15,40 @@ from tests.kernels.layers.quantised_weights import multiplies_rounded_weights, r
 pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("linear_bf16")]
 
 ROWS = [1, 7, 40]
-SHAPES = [(100, 130, 130), (129, 256, 128), (17, 200, 40), (70, 208, 16)]  # features, depth, group
+SHAPES = [  # features, depth, group
+    (100, 130, 130), (129, 256, 128), (17, 200, 40), (70, 208, 16), (40, 320, 64), (64, 288, 32),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kind", "scales", "has_zeros"),
+    ("kind", "scales", "zeros"),
     [
-        (CodeKind.INT8, torch.float32, False),
-        (CodeKind.INT8, torch.bfloat16, True),
-        (CodeKind.INT4, torch.float16, False),
-        (CodeKind.INT4, torch.bfloat16, True),
-        (CodeKind.FP8, torch.float32, False),
-        (CodeKind.FP8, torch.uint8, False),
-        (CodeKind.FP4, torch.uint8, False),
-        (CodeKind.FP4, torch.float32, False),
-        (CodeKind.FP4, torch.float8_e4m3fn, False),
-        (CodeKind.INT4, torch.float8_e4m3fn, True),
+        (CodeKind.INT8, torch.float32, None),
+        (CodeKind.INT8, torch.bfloat16, torch.int8),
+        (CodeKind.INT8, torch.bfloat16, torch.float32),
+        (CodeKind.INT4, torch.float16, None),
+        (CodeKind.INT4, torch.bfloat16, torch.int8),
+        (CodeKind.INT4, torch.float32, torch.float32),
+        (CodeKind.INT4, torch.float16, torch.float16),
+        (CodeKind.FP8, torch.float32, None),
+        (CodeKind.FP8, torch.uint8, None),
+        (CodeKind.FP4, torch.uint8, None),
+        (CodeKind.FP4, torch.float32, None),
+        (CodeKind.FP4, torch.float8_e4m3fn, None),
+        (CodeKind.INT4, torch.float8_e4m3fn, torch.int8),
+        (CodeKind.INT8, torch.float8_e4m3fn, torch.float32),
     ],
 )
 def test_the_product_is_that_of_the_dequantised_weight(
-    dtype: torch.dtype, kind: CodeKind, scales: torch.dtype, has_zeros: bool
+    dtype: torch.dtype, kind: CodeKind, scales: torch.dtype, zeros: torch.dtype | None
 ) -> None:
     """A quantised weight gives the bits that its dequantised weight gives. Classes that multiply codes instead multiply
     the sum of each group with its scale, so there the result lies as near to the float32 product as a rounded sum
     can."""
     torch.manual_seed(kind)
     for features, depth, group in SHAPES:
-        weight = random_weight(kind, features, depth, group, dtype, scales=scales, has_zeros=has_zeros)
+        weight = random_weight(kind, features, depth, group, dtype, scales=scales, zeros=zeros)
         bias = torch.randn(features).to(dtype)
         quantised, plain = PackedLinear(weight, bias), PackedLinear(weight.dequantise(), bias)
         for rows in ROWS:
@@ -61,8 +67,10 @@ def test_the_product_is_that_of_the_dequantised_weight(
 )  # more depth than is unpacked at a time
 def test_a_row_never_depends_on_its_neighbours(dtype: torch.dtype, kind: CodeKind, depth: int, group: int) -> None:
     """The result of a row has the same bits alone, beside few rows, and in any batch."""
-    has_zeros = group == 40 and kind in (CodeKind.INT8, CodeKind.INT4)
-    linear = PackedLinear(random_weight(kind, 144, depth, group, dtype, has_zeros=has_zeros))
+    zeros = None
+    if kind in (CodeKind.INT8, CodeKind.INT4):
+        zeros = {16: None, 40: torch.int8}.get(group, torch.float32)
+    linear = PackedLinear(random_weight(kind, 144, depth, group, dtype, zeros=zeros))
     x = torch.randn(200, depth).to(dtype)
     whole = linear(x)
     for first, last in ((0, 1), (1, 3), (3, 6), (6, 10), (5, 12), (100, 124), (3, 199)):
@@ -101,7 +109,7 @@ def test_large_and_small_fp8_weights_are_exact(rows: int, scale: float, size: fl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_groups_of_scattered_columns_read_x_in_their_order(dtype: torch.dtype) -> None:
     """A weight whose groups are columns in any order, as act-order makes them, gives its product."""
-    weight = random_weight(CodeKind.INT4, 70, 96, 32, dtype, has_zeros=True, is_ordered=True)
+    weight = random_weight(CodeKind.INT4, 70, 96, 32, dtype, zeros=torch.int8, is_ordered=True)
     linear = PackedLinear(weight)
     for rows in ROWS:
         x = torch.randn(rows, 96).to(dtype)
@@ -113,10 +121,13 @@ def test_groups_of_scattered_columns_read_x_in_their_order(dtype: torch.dtype) -
 
 def test_a_packed_weight_takes_the_bytes_of_its_codes() -> None:
     """Packed codes, scales and zero points take as many bytes as the weight says; nothing is kept dequantised."""
-    weight = random_weight(CodeKind.INT4, 128, 256, 32, torch.bfloat16, scales=torch.float16, has_zeros=True)
+    weight = random_weight(CodeKind.INT4, 128, 256, 32, torch.bfloat16, scales=torch.float16, zeros=torch.int8)
     linear = PackedLinear(weight)
     assert linear.form == "native" and weight.nbytes == 128 * 256 // 2 + 128 * 8 * 3
     assert sum(part.nbytes for part in linear.parts) == weight.nbytes
+    weight = random_weight(CodeKind.INT4, 128, 256, 32, torch.bfloat16, scales=torch.float16, zeros=torch.float32)
+    linear = PackedLinear(weight)
+    assert sum(part.nbytes for part in linear.parts) == weight.nbytes == 128 * 256 // 2 + 128 * 8 * 6
     weight = random_weight(CodeKind.FP4, 128, 256, 16, torch.bfloat16, scales=torch.float8_e4m3fn)
     linear = PackedLinear(weight)  # as NVFP4: 4.5 bits for a weight, and a number for each row
     assert sum(part.nbytes for part in linear.parts) == weight.nbytes == 128 * 256 * 9 // 16 + 128 * 4
@@ -139,12 +150,14 @@ def test_groups_that_words_of_codes_cut_are_dequantised() -> None:
     torch.testing.assert_close(PackedLinear(weight)(x), F.linear(x, weight.dequantise()), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("scales", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("scales", "zeros"), [(torch.float32, torch.float32), (torch.float8_e4m3fn, torch.int8)])
 @pytest.mark.parametrize("kind", CodeKind)
-def test_parts_of_a_weight_are_parts_of_the_dequantised_weight(kind: CodeKind, scales: torch.dtype) -> None:
+def test_parts_of_a_weight_are_parts_of_the_dequantised_weight(
+    kind: CodeKind, scales: torch.dtype, zeros: torch.dtype | None
+) -> None:
     """Rows, columns that cut groups, and weights one below the other are those of the dequantised weight."""
-    has_zeros = kind in (CodeKind.INT8, CodeKind.INT4)
-    weight = random_weight(kind, 40, 96, 32, torch.float32, scales=scales, has_zeros=has_zeros)
+    zeros = zeros if kind in (CodeKind.INT8, CodeKind.INT4) else None
+    weight = random_weight(kind, 40, 96, 32, torch.float32, scales=scales, zeros=zeros)
     whole = weight.dequantise()
     ranges = ((3, 10), (20, 40))
     assert torch.equal(weight.select_rows(ranges).dequantise(), torch.cat([whole[a:b] for a, b in ranges]))
@@ -155,8 +168,11 @@ def test_parts_of_a_weight_are_parts_of_the_dequantised_weight(kind: CodeKind, s
     assert both is not None and torch.equal(both.dequantise()[40:], weight.select_rows(ranges).dequantise())
     wide = weight.without_row_scales()
     assert wide.scales.dtype == torch.float32 and wide.row_scales is None and torch.equal(wide.dequantise(), whole)
-    other = random_weight(kind, 8, 96, 16, torch.float32, scales=scales, has_zeros=has_zeros)
+    other = random_weight(kind, 8, 96, 16, torch.float32, scales=scales, zeros=zeros)
     assert QuantisedWeight.concatenate([weight, other]) is None
+    if zeros is not None:
+        other = random_weight(kind, 8, 96, 32, torch.float32, scales=scales, zeros=torch.float16)
+        assert QuantisedWeight.concatenate([weight, other]) is None
     ordered = random_weight(kind, 40, 96, 32, torch.float32, is_ordered=True)
     assert ordered.select_columns(0, 48) is None
 

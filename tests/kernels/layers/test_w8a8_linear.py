@@ -40,7 +40,7 @@ def test_activations_are_quantised_where_the_gpu_has_the_products(gpu: GpuProper
     ("weight", "reason"),
     [
         (random_weight(CodeKind.INT4, 8, 64, 32, torch.bfloat16), "weights of 4 bits"),
-        (random_weight(INT8, 8, 64, 64, torch.bfloat16, has_zeros=True), "zero points"),
+        (random_weight(INT8, 8, 64, 64, torch.bfloat16, zeros=torch.int8), "zero points"),
         (random_weight(INT8, 8, 64, 32, torch.bfloat16, is_ordered=True), "reordered columns"),
         (random_weight(FP8, 8, 96, 48, torch.bfloat16), "groups of 48 columns"),
         (random_weight(FP8, 8, 64, 16, torch.bfloat16), "groups of 16 columns"),

@@ -54,9 +54,9 @@ def products(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -> 
                 product(dtype, tokens, activation)
         for batch_invariant in (False, True):
             neighbours(dtype, batch_invariant)
-        for kind, group, scales in _CODES if dtype == dtypes[0] else _CODES[:1]:
+        for kind, group, scales, zeros in _CODES if dtype == dtypes[0] else _CODES[:2]:
             is_high = kind is CodeKind.INT4 and dtype == dtypes[0]
-            quantised_product(dtype, kind, group, scales, tokens=32 * EXPERTS // TOP_K + 1 if is_high else 5)
+            quantised_product(dtype, kind, group, scales, zeros, tokens=32 * EXPERTS // TOP_K + 1 if is_high else 5)
     warmed_up()
     experts = experts_of(torch.float32)[0]
     none = torch.zeros(0, HIDDEN)
@@ -80,20 +80,22 @@ def product(dtype: torch.dtype, tokens: int, activation: str) -> None:
     agree_on_sums(experts(x, ids, factors, shared, gate), (want + shared.float() * gate.float().sigmoid()).to(dtype))
 
 
+# Kind, columns of a group, dtypes of the scales and of the zero points.
 _CODES = (
-    (CodeKind.INT4, 32, torch.float16),
-    (CodeKind.INT8, 72, torch.float32),
-    (CodeKind.FP8, 16, torch.float32),
-    (CodeKind.FP4, 32, torch.uint8),
+    (CodeKind.INT4, 32, torch.float16, torch.int8),
+    (CodeKind.INT4, 32, torch.float32, torch.float32),
+    (CodeKind.INT8, 72, torch.float32, None),
+    (CodeKind.FP8, 16, torch.float32, None),
+    (CodeKind.FP4, 32, torch.uint8, None),
 )
 
 
-def quantised_product(dtype: torch.dtype, kind: CodeKind, group: int, scales: torch.dtype, tokens: int) -> None:
+def quantised_product(
+    dtype: torch.dtype, kind: CodeKind, group: int, scales: torch.dtype, zeros: torch.dtype | None, tokens: int
+) -> None:
     """Experts over codes give what experts over the dequantised weights give; one group of a row, or several."""
     gate_up, down = (
-        random_weight(
-            kind, rows * EXPERTS, columns, min(group, columns), dtype, scales=scales, has_zeros=kind is CodeKind.INT4
-        )
+        random_weight(kind, rows * EXPERTS, columns, min(group, columns), dtype, scales=scales, zeros=zeros)
         for rows, columns in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
     )
     both = [

@@ -24,19 +24,25 @@ from coatcheck.kernels.layers.silu_mul import silu_mul, silu_mul_and_quantise
 from tests.kernels.layers.quantised_weights import random_weight
 from tests.kernels.triton.agreement import SENTINEL, agree
 
-# Kind, dtype of the scales, zero points, columns in any order, and (features, depth, group).
+# Kind, dtypes of the scales and of the zero points, columns in any order, and (features, depth, group).
 WEIGHTS = (
-    (CodeKind.INT8, torch.float32, False, False, (100, 130, 130)),
-    (CodeKind.INT8, torch.bfloat16, True, False, (17, 80, 16)),
-    (CodeKind.INT4, torch.float16, True, True, (70, 200, 32)),
-    (CodeKind.INT4, torch.float32, False, False, (40, 256, 128)),
-    (CodeKind.FP8, torch.float32, False, False, (40, 200, 128)),
-    (CodeKind.FP8, torch.uint8, False, False, (40, 96, 32)),
-    (CodeKind.FP4, torch.uint8, False, False, (33, 96, 32)),
-    (CodeKind.FP4, torch.float32, False, False, (33, 80, 16)),
-    (CodeKind.INT4, torch.bfloat16, True, False, (33, 1280, 128)),  # and these have units
-    (CodeKind.INT8, torch.float32, True, False, (33, 1280, 1280)),
-    (CodeKind.FP4, torch.uint8, False, False, (33, 1100, 32)),
+    (CodeKind.INT8, torch.float32, None, False, (100, 130, 130)),
+    (CodeKind.INT8, torch.bfloat16, torch.int8, False, (17, 80, 16)),
+    (CodeKind.INT4, torch.float16, torch.int8, True, (70, 200, 32)),
+    (CodeKind.INT4, torch.float32, None, False, (40, 256, 128)),
+    (CodeKind.FP8, torch.float32, None, False, (40, 200, 128)),
+    (CodeKind.FP8, torch.uint8, None, False, (40, 96, 32)),
+    (CodeKind.FP4, torch.uint8, None, False, (33, 96, 32)),
+    (CodeKind.FP4, torch.float32, None, False, (33, 80, 16)),
+    (CodeKind.INT4, torch.bfloat16, torch.int8, False, (33, 1280, 128)),  # and these have units
+    (CodeKind.INT8, torch.float32, torch.int8, False, (33, 1280, 1280)),
+    (CodeKind.FP4, torch.uint8, None, False, (33, 1100, 32)),
+    # Zero points that may be fractions: a group in a step, several, more than one step in a group, one for the row.
+    (CodeKind.INT4, torch.float32, torch.float32, False, (33, 1280, 32)),
+    (CodeKind.INT4, torch.float16, torch.float16, True, (33, 160, 16)),
+    (CodeKind.INT8, torch.float32, torch.float32, False, (40, 192, 64)),
+    (CodeKind.INT4, torch.bfloat16, torch.float32, False, (33, 1280, 128)),
+    (CodeKind.INT8, torch.float32, torch.float32, False, (33, 1280, 1280)),
 )
 
 
@@ -45,9 +51,9 @@ def quantised_linears(dtypes: Sequence[torch.dtype] = (torch.float32, torch.floa
     the library in slices of the features."""
     torch.manual_seed(0)
     for dtype in dtypes:
-        for kind, scales, has_zeros, is_ordered, (features, depth, group) in WEIGHTS:
+        for kind, scales, zeros, is_ordered, (features, depth, group) in WEIGHTS:
             weight = random_weight(
-                kind, features, depth, group, dtype, scales=scales, has_zeros=has_zeros, is_ordered=is_ordered
+                kind, features, depth, group, dtype, scales=scales, zeros=zeros, is_ordered=is_ordered
             )
             bias = torch.randn(features).to(dtype)
             linear = PackedLinear(weight, bias)
@@ -68,10 +74,8 @@ def check_product(y: Tensor, x: Tensor, weight: QuantisedWeight, bias: Tensor) -
 
 def dequantised(dtype: torch.dtype) -> None:
     """The kernel that dequantises gives the bits of `dequantise`, and any slices of the features the same product."""
-    for kind, scales, has_zeros, is_ordered, (features, depth, group) in WEIGHTS:
-        weight = random_weight(
-            kind, features, depth, group, dtype, scales=scales, has_zeros=has_zeros, is_ordered=is_ordered
-        )
+    for kind, scales, zeros, is_ordered, (features, depth, group) in WEIGHTS:
+        weight = random_weight(kind, features, depth, group, dtype, scales=scales, zeros=zeros, is_ordered=is_ordered)
         codes = pack_codes(weight)
         plain = weight.dequantise()
         if weight.order is not None:
