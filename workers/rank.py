@@ -21,7 +21,7 @@ from coatcheck.proto.stubs import coatcheck_pb2 as public
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 from coatcheck.workers.distributed.communicator import Communicator, connect_store
-from coatcheck.workers.distributed.visible_gpus import show_gpus_of_group
+from coatcheck.workers.distributed.visible_gpus import check_equal_gpus, show_gpus_of_group
 from coatcheck.workers.driver import Driver
 from coatcheck.workers.host.crash_record import CrashRecord
 from coatcheck.workers.host.free_memory import peak_bytes
@@ -105,6 +105,7 @@ class Rank:
         )
         index = show_gpus_of_group(store, self.rank, config.tp, os.environ)
         device = choose_device(config.device, index)
+        check_equal_gpus(store, self.rank, config.tp, kind_of_gpu(device))
         communicator = Communicator.join(
             self.rank,
             config.tp,
@@ -182,6 +183,14 @@ def choose_device(name: str, index: int = 0) -> torch.device:
         )
     torch.cuda.set_device(device)
     return device
+
+
+def kind_of_gpu(device: torch.device) -> str:
+    """As check_equal_gpus takes it."""
+    if device.type == "cpu":
+        return "no GPU"
+    capability = torch.cuda.get_device_capability(device)
+    return f"compute capability {capability[0]}.{capability[1]}"
 
 
 def collect_rank_statuses(

@@ -4,7 +4,8 @@ import dataclasses
 import gc
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -73,6 +74,31 @@ def load_rank(
     `update_progress` gets the fields of RankProgress that change.
     Raises InvalidModel for a checkpoint that cannot be served, InvalidConfig for settings that do not fit the machine.
     """
+    with advise_on_gpu_memory():
+        return _load_rank(config, communicator, device, ranks_on_host, compile_watch, update_progress)
+
+
+@contextmanager
+def advise_on_gpu_memory() -> Iterator[None]:
+    """Add what to change to torch's error for a GPU whose memory is full."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        line = " ".join(str(error).split("If reserved but unallocated")[0].split())
+        raise torch.OutOfMemoryError(
+            f"{line} Lower max-batch-tokens, max-num-seqs or max-cudagraph-capture-size, raise tp, use a quantised "
+            "checkpoint, or stop other programs on the GPU"
+        ) from error
+
+
+def _load_rank(
+    config: GroupConfig,
+    communicator: Communicator,
+    device: torch.device,
+    ranks_on_host: int,
+    compile_watch: CompileWatch,
+    update_progress: Callable[..., None],
+) -> LoadedRank:
     if not config.skip_verify:
         with Checkpoint.open(config.model) as checkpoint:
             verify_once(checkpoint.directory, config.max_model_len)

@@ -13,6 +13,7 @@ from coatcheck.kernels import native
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.rank import choose_device
+from coatcheck.workers.rank_loading import advise_on_gpu_memory
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.rank_client import generate, read_load, read_registration
 from tests.workers.rank_group import RankGroup
@@ -154,3 +155,11 @@ def test_a_gpu_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(InvalidConfig, match=r"GPU 1 has compute capability 7.5, and the kernels need 8.0"):
         choose_device("cuda", 1)
+
+
+def test_a_gpu_whose_memory_is_full_is_explained() -> None:
+    """The error has torch's reason and what to change, in one line, because the last line of an error is shown."""
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated memory is large try setting x."
+    with pytest.raises(torch.OutOfMemoryError, match=r"2\.00 GiB\. Lower max-batch-tokens.+ the GPU$"):
+        with advise_on_gpu_memory():
+            raise torch.OutOfMemoryError(said)
