@@ -14,6 +14,8 @@ MEMORY_KILL: Final = "the kernel killed a process of this container"
 _TAIL_BYTES: Final = 4096
 _TAIL_LINES: Final = 3
 _TAIL_LINE_CHARACTERS: Final = 200
+# Messages of ranks and routers for each request. They say nothing about the end of a process.
+_REQUEST_MESSAGES: Final = ("submission ended", "request ended")
 
 
 class RankEnded(Exception):
@@ -41,13 +43,16 @@ def describe_memory_kill(before: Mapping[int, int]) -> str:
 
 
 def read_log_tail(path: str) -> str:
-    """The last lines of a log file as one line; "" if the file is not on this host or is empty."""
+    """The last lines of a log file as one line, without those about single requests; "" if the file is not on this host
+    or has no others."""
     try:
         with open(path, "rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            begin = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+            file.seek(begin)
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    shown = [line.strip()[-_TAIL_LINE_CHARACTERS:] for line in lines if line.strip()][-_TAIL_LINES:]
+    lines = lines[begin > 0 and len(lines) > 1 :]  # the first one may be cut
+    about_process = [line.strip() for line in lines if not any(message in line for message in _REQUEST_MESSAGES)]
+    shown = [line[-_TAIL_LINE_CHARACTERS:] for line in about_process if line][-_TAIL_LINES:]
     return " | ".join(shown).replace("(", "[").replace(")", "]")  # `serve` compares reasons without their brackets

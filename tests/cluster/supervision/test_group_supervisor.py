@@ -110,6 +110,20 @@ def test_the_end_of_a_log_is_one_line(tmp_path: Path) -> None:
     assert read_log_tail(str(tmp_path / "missing")) == ""
 
 
+def test_the_last_lines_of_a_log_are_not_about_single_requests(tmp_path: Path) -> None:
+    """A rank that is killed has logged thousands of these, and they say nothing about its end."""
+    ended = (
+        "2026-11-26 18:43:55 INFO coatcheck.workers.service.request_log: submission ended request_id='r' seconds=1.0\n"
+    )
+    path = tmp_path / "rank.log"
+    path.write_text("serving\n" + 5 * ended)
+    assert read_log_tail(str(path)) == "serving"
+    path.write_text(3 * ended)
+    assert read_log_tail(str(path)) == ""
+    path.write_text(3 * ended + "Fatal Python error: Segmentation fault\n")
+    assert read_log_tail(str(path)) == "Fatal Python error: Segmentation fault"
+
+
 async def test_a_start_that_fails_late_is_an_incarnation(supervise: Supervise) -> None:
     """Ranks that end while they load are an incarnation: they report how their predecessors ended, and their successors
     report how they did."""
