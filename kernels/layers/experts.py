@@ -80,12 +80,13 @@ class PackedExperts(nn.Module):
     ) -> None:
         """gate_up_bias [experts, 2 * I], down_bias [experts, hidden]. `alpha`, `limit`: parameters of clamped_swiglu.
 
-        `num_experts`: the experts of the layer on all ranks; None: choices are not counted. Raises LaunchRefused.
+        `num_experts`: the experts of the layer on all ranks; None: those of `gate_up`, and choices are not counted.
+        Raises LaunchRefused.
         """
         super().__init__()
         _check_weights(gate_up, down, gate_up_bias, down_bias, activation)
         self.count, wide, self.hidden = gate_up.shape
-        self.inner = wide // 2
+        self.inner, self.all_experts = wide // 2, num_experts or self.count
         self.first, self.top_k, self.batch_invariant = first, top_k, batch_invariant
         self.activation, self.alpha, self.limit = activation, alpha, limit
         self.dtype, self.device = gate_up.dtype, gate_up.device
@@ -121,7 +122,7 @@ class PackedExperts(nn.Module):
         formats = tuple(None if choice is None else choice.format for choice in self.activations)
         held = _codes_or_plain(gate_up, formats[0]), _codes_or_plain(down, formats[1])
         self._held = grouped_gemm.Weights(
-            *held, self.gate_up_bias, self.down_bias, self.count, self.inner, self.first,
+            *held, self.gate_up_bias, self.down_bias, self.count, self.all_experts, self.inner, self.first,
             ACTIVATIONS.index(self.activation), self.alpha, self.limit,
         )  # fmt: skip
         first, second = (weight.parts if isinstance(weight, Codes) else (weight,) for weight in held)
@@ -193,13 +194,13 @@ class PackedExperts(nn.Module):
             return None
         w = self._held
         codes = (weight.variant if isinstance(weight, Codes) else None for weight in (w.gate_up, w.down))
-        sizes = (self.count, self.hidden, self.inner, self.top_k, self.activation)
+        sizes = (self.count, self.all_experts, self.hidden, self.inner, self.top_k, self.activation)
         return *sizes, self.gate_up_bias is None, self.down_bias is None, *codes
 
     def compile_kernels(self, max_tokens: int) -> None:
         """Launch every kernel variant of the triton form that at most `max_tokens` can need once, so that none compiles
         later; nothing in other forms."""
-        lengths = grouped_gemm.warm_up_lengths(self.top_k, self.count) if self.form == "triton" else ()
+        lengths = grouped_gemm.warm_up_lengths(self.top_k, self.all_experts) if self.form == "triton" else ()
         for tokens in (length for length in lengths if length <= max_tokens):
             x = torch.zeros((tokens, self.hidden), dtype=self.dtype, device=self.device)
             ids = torch.zeros((tokens, self.top_k), dtype=torch.int32, device=self.device)

@@ -35,7 +35,7 @@ from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, _s
 from coatcheck.kernels.layers.route import sort_pairs
 from coatcheck.kernels.layers.w8a8_linear import _multiply_codes
 
-# With more pairs than 16 for each expert that the rank holds, tiles have 64 rows; with more than 128 pairs, 128 rows.
+# With more pairs than 16 for each expert, tiles have 64 rows; with more than 128 pairs, 128 rows.
 _HIGH_FROM, _HIGHEST_FROM = 16, 128
 _COLUMNS: int = 1024  # columns that a program of the weighted sum computes
 _MAX_QUANTISED_STAGES: int = 3  # more may not fit into shared memory beside the weights of a tile
@@ -63,8 +63,9 @@ def pick_launch(
     pairs: int, experts: int, element_size: int, gpu: GpuProperties, *, of_codes: bool = False,
     batch_invariant: bool = False,
 ) -> GroupedLaunch:  # fmt: skip
-    """The tile of plain weights. `pairs`: tokens times choices. `experts`: how many experts the rank holds. `of_codes`:
-    whether activations are quantised for one of the products; with 128 rows its sums would spill registers."""
+    """The tile of plain weights. `pairs`: tokens times choices. `experts`: of all ranks, because `pairs` counts choices
+    of all. `of_codes`: whether activations are quantised for one of the products; with 128 rows its sums would spill
+    registers."""
     # float32 products with 64 rows would spill.
     block_m, block_n, block_k = (64, 64, 64) if element_size == 2 else (32, 64, 32)
     num_warps = 4
@@ -95,7 +96,7 @@ def is_written_as_codes(gate_up: Codes, format: RowFormat) -> bool:
 
 
 def warm_up_lengths(top_k: int, experts: int) -> tuple[int, ...]:
-    """Numbers of tokens that together lead to every tile that `pick_launch` picks."""
+    """Numbers of tokens that together lead to every tile that `pick_launch` picks. `experts`: of all ranks."""
     return 1, _HIGH_FROM * experts // top_k + 1, _HIGHEST_FROM * experts // top_k + 1
 
 
@@ -103,7 +104,7 @@ class Weights(NamedTuple):
     """A rank's experts: gate_up [experts, 2 * I, hidden] and down [experts, hidden, I], each may have a bias.
 
     Codes have two dimensions: the rows of all experts are stacked, expert after expert. `inner`: I. `activation`: an
-    index into ACTIVATIONS of experts.py.
+    index into ACTIVATIONS of experts.py. `experts`: of this rank, from id `first` on. `all_experts`: of all ranks.
     """
 
     gate_up: Tensor | Codes
@@ -111,6 +112,7 @@ class Weights(NamedTuple):
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     experts: int
+    all_experts: int
     inner: int
     first: int
     activation: int
@@ -137,7 +139,7 @@ def grouped_experts(
     gpu = gpu_properties(device)
     of_codes = any(isinstance(part, Codes) and part.format is not None for part in (w.gate_up, w.down))
     size = out.element_size()
-    launch = pick_launch(pairs, experts, size, gpu, of_codes=of_codes, batch_invariant=batch_invariant)
+    launch = pick_launch(pairs, w.all_experts, size, gpu, of_codes=of_codes, batch_invariant=batch_invariant)
     order, tiles, ends = sort_pairs(ids, experts, w.first, launch.block_m)
     max_tiles = len(tiles)
     precision = "ieee" if out.dtype == torch.float32 else "tf32"

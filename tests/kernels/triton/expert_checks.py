@@ -58,6 +58,7 @@ def products(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -> 
             is_high = kind is CodeKind.INT4 and dtype == dtypes[0]
             quantised_product(dtype, kind, group, scales, zeros, tokens=32 * EXPERTS // TOP_K + 1 if is_high else 5)
     warmed_up()
+    a_part()
     experts = experts_of(torch.float32)[0]
     none = torch.zeros(0, HIDDEN)
     assert experts(none, torch.zeros(0, TOP_K, dtype=torch.int32), torch.zeros(0, TOP_K)).shape == (0, HIDDEN)
@@ -224,6 +225,31 @@ def warmed_up() -> None:
         few = [len(call.args[0]) for call in forward.call_args_list]
         experts.compile_kernels(10_000)
     assert few and max(few) <= 40 and forward.call_count > 2 * len(few)
+
+
+def a_part() -> None:
+    """A rank that holds a quarter of the experts picks the tiles of a rank with all, for as many rows an expert, and
+    computes its part with each of them."""
+    count, part = 8, 2
+    gate_up, down = torch.randn(count, 2 * INNER, HIDDEN) / HIDDEN**0.5, torch.randn(count, HIDDEN, INNER) / INNER**0.5
+    whole = PackedExperts(gate_up, down, top_k=2)
+    ranks = [
+        PackedExperts(gate_up[at : at + part], down[at : at + part], top_k=2, first=at, num_experts=count)
+        for at in range(0, count, part)
+    ]
+    for tokens in (1, 16 * count // 2, 16 * count // 2 + 1):
+        x, ids = torch.randn(tokens, HIDDEN), torch.stack([torch.randperm(count)[:2] for _ in range(tokens)]).int()
+        factors = torch.rand(tokens, 2)
+        with patch.object(grouped_gemm, "pick_launch", wraps=grouped_gemm.pick_launch) as picked:
+            want = whole(x, ids, factors)
+            have = torch.stack([rank(x, ids, factors) for rank in ranks]).sum(0)
+        assert {call.args[:2] for call in picked.call_args_list} == {(2 * tokens, count)}
+        agree_on_sums(have, want)
+    with patch.object(PackedExperts, "forward") as forward:
+        for rank in (whole, ranks[1]):
+            rank.compile_kernels(10_000)
+    lengths = [len(call.args[0]) for call in forward.call_args_list]
+    assert lengths[: len(lengths) // 2] == lengths[len(lengths) // 2 :] == [1, 65, 513]
 
 
 def neighbours(dtype: torch.dtype, batch_invariant: bool) -> None:
