@@ -221,7 +221,7 @@ def _attend_latents(
         if KIND > 0:
             factor = tl.load(latent_scales + block * latent_scales_stride + row, held, other=0.0).to(tl.float32)
             rope_factor = tl.load(rope_scales + block * rope_scales_stride + row, held, other=0.0).to(tl.float32)
-            factor = tl.where(factor > 0, factor, 1.0)  # a latent of zeros has the scale 0
+            factor = tl.where(factor == 0, 1.0, factor)  # a latent of zeros has the scale 0
             score *= (rope_factor / factor)[None]
         score = tl.dot(queries, tl.trans(latent), score, input_precision=PRECISION)
         if KIND > 0:
@@ -233,7 +233,7 @@ def _attend_latents(
         total = total * decay + tl.sum(weight, 1)
         if KIND > 0:
             factor *= _value_scale_factor(KIND)
-            weight *= tl.where(factor < 65504.0, factor, 65504.0)[None]
+            weight *= tl.where(factor > 65504.0, 65504.0, factor)[None]
         acc = acc * decay[:, None]
         acc = tl.dot(weight.to(queries.dtype), latent, acc, input_precision=PRECISION)
         peak = top

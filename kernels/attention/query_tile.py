@@ -47,8 +47,8 @@ def _attend(
         v_scale = scale  # a placeholder; it is not read if KIND is 0
         if KIND > 0:
             k_scale, v_scale = _scales_of(
-                k_scales, v_scales, table, first, end, kv_head, k_scales_stride, v_scales_stride,
-                KIND, SIZE, BLOCK_N, CONVERT,
+                k_scales, v_scales, table, first, end, held, kv_head, k_scales_stride, v_scales_stride,
+                KIND, SIZE, BLOCK_N, MASKED,
             )  # fmt: skip
         # Keys from `end` on are read from block 0, and their scores are masked. Their values could be NaN, so 0 is
         # read.

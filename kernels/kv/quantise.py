@@ -4,7 +4,7 @@
 
 A row is one head of one token. The dtypes are float8_e4m3fn (max_value 448), int8 (127), and uint8 for int4 (7). All
 round to nearest even. Byte i of an int4 row has element i, plus 8, in its low nibble, and element i + head_dim / 2,
-plus 8, in its high nibble. A row of zeros has scale 0.
+plus 8, in its high nibble. A row of zeros has scale 0. A row with a NaN has the scale NaN and elements 0.
 
 Attention never multiplies elements by scales: the scale of a key multiplies its scores, the scale of a value its
 weight, and the scale of a latent both.
@@ -102,9 +102,10 @@ def _fp8_bits(x):
 
 @triton.jit
 def _scale_and_inverse(top, KIND: tl.constexpr):
-    """(scale, 1 / scale) of a row whose largest magnitude is `top`."""
+    """(scale, 1 / scale) of a row whose largest magnitude is `top`; (NaN, 0) of NaN."""
     max_value: tl.constexpr = 448.0 if KIND == 1 else (127.0 if KIND == 2 else 7.0)
-    scale = tl.minimum(tl.div_rn(top, tl.full([], max_value, tl.float32)), 65504.0).to(tl.float16)
+    exact = tl.div_rn(top, tl.full([], max_value, tl.float32))
+    scale = tl.where(exact > 65504.0, 65504.0, exact).to(tl.float16)
     wide = scale.to(tl.float32)
     return scale, tl.where(wide > 0, tl.div_rn(tl.full([], 1.0, tl.float32), tl.where(wide > 0, wide, 1.0)), 0.0)
 
@@ -266,11 +267,11 @@ def _value_scale_factor(KIND: tl.constexpr):
 
 @triton.jit
 def _scales_of(
-    k_scales, v_scales, table, first, end, kv_head, k_stride, v_stride,
-    KIND: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, CONVERT: tl.constexpr,
+    k_scales, v_scales, table, first, end, held, kv_head, k_stride, v_stride,
+    KIND: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """(scales of the tile's keys, scales of its values times `_value_scale_factor`), float32 [TILE]. Any finite numbers
-    from `end` on.
+    """(scales of the tile's keys, scales of its values times `_value_scale_factor`), float32 [TILE]. If MASKED, scales
+    of values that are not `held` (those from `end` on) are 0: their memory could be NaN.
 
     Two scales are read as one word, because the compiler does not prefetch loads of less than four bytes.
     """
@@ -280,10 +281,9 @@ def _scales_of(
     at = (kv_head * SIZE + row) // 2
     k_scale = _halves(tl.load(k_scales + block * k_stride + at))
     v_scale = _halves(tl.load(v_scales + block * v_stride + at)) * _value_scale_factor(KIND)
-    if CONVERT == 1:  # the interpreter: in triton 3.6 its minimum returns NaN for a NaN
-        v_scale = tl.where(v_scale < 65504.0, v_scale, 65504.0)
-    else:
-        v_scale = tl.minimum(v_scale, 65504.0)
+    v_scale = tl.where(v_scale > 65504.0, 65504.0, v_scale)  # a minimum would drop NaN
+    if MASKED:
+        v_scale = tl.where(held, v_scale, 0.0)
     return k_scale, v_scale
 
 

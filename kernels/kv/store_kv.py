@@ -70,6 +70,12 @@ def _rotated(
 
 
 @triton.jit
+def _has_nan(x):
+    """[rows, n] -> whether each row has a NaN. A maximum drops NaN on GPUs."""
+    return tl.max((x != x).to(tl.int32), 1) > 0
+
+
+@triton.jit
 def _store_rows(
     x, cos, sin, to, to_scale, heads, inside, SIZE: tl.constexpr,
     ROT: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
@@ -86,11 +92,16 @@ def _store_rows(
         kept = (i < WIDTH)[None]
         low = tl.where(kept, _rotated(x, cos, sin, weight, roots, heads, inside, i, ROT, DIM, OFFSET), 0.0)
         high = tl.where(kept, _rotated(x, cos, sin, weight, roots, heads, inside, i + WIDTH, ROT, DIM, OFFSET), 0.0)
-        scale, inverse_scale = _scale_and_inverse(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), KIND)
+        is_nan = _has_nan(low) | _has_nan(high)
+        low, high = tl.where(is_nan[:, None], 0.0, low), tl.where(is_nan[:, None], 0.0, high)
+        top = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1)
+        scale, inverse_scale = _scale_and_inverse(tl.where(is_nan, float("nan"), top), KIND)
         y = _quantised(low, inverse_scale[:, None], KIND) | (_quantised(high, inverse_scale[:, None], KIND) << 4)
     else:
         whole = _rotated(x, cos, sin, weight, roots, heads, inside, i, ROT, DIM, OFFSET)
-        scale, inverse_scale = _scale_and_inverse(tl.max(tl.abs(whole), 1), KIND)
+        is_nan = _has_nan(whole)
+        whole = tl.where(is_nan[:, None], 0.0, whole)
+        scale, inverse_scale = _scale_and_inverse(tl.where(is_nan, float("nan"), tl.max(tl.abs(whole), 1)), KIND)
         y = _quantised(whole, inverse_scale[:, None], KIND)
     rows = heads * SIZE
     tl.store(to + rows[:, None] * WIDTH + i[None], y, inside[:, None] & (i < WIDTH)[None])

@@ -131,6 +131,8 @@ def long() -> None:
 def quantised(one: torch.dtype = torch.float32, other: torch.dtype = torch.float16) -> None:
     """Decodes and chunks over pools of every other dtype."""
     lengths: Sequence[tuple[int, int]] = [(1, 1), (1, 17), (9, 33), (1, 530), (9, 600)]
+    for kv in QUANTISED:
+        broken(one, kv)
     for kv in (*QUANTISED, torch.float16):
         for dtype, (heads, kv_heads, dim, window, softcap) in (
             (one, (6, 2, 32, 0, 0.0)),
@@ -140,3 +142,20 @@ def quantised(one: torch.dtype = torch.float32, other: torch.dtype = torch.float
             out = torch.full(batch.q.shape, SENTINEL).to(dtype)
             launch(batch, (batch.scale, window, softcap, None), out)
             close(out, batch.reference(window, softcap))
+
+
+def broken(dtype: torch.dtype, kv: torch.dtype) -> None:
+    """A key or a value that is NaN makes its sequence NaN. Memory behind a sequence may be NaN."""
+    batch = Batch([(1, 40), (1, 33), (1, 600)], 2, 1, 32, dtype, kv=kv)
+    want = batch.reference()
+    nth, row = divmod(20, batch.cache.block_size)
+    block = int(batch.block_tables[0, nth])
+    for scales in (batch.cache.k_scales, batch.cache.v_scales):
+        assert scales is not None
+        kept = scales[block, 0, row].clone()
+        scales[block, 0, row] = torch.nan
+        out = torch.full(batch.q.shape, SENTINEL).to(dtype)
+        launch(batch, (batch.scale, 0, 0.0, None), out)
+        scales[block, 0, row] = kept
+        assert out[0].isnan().all()
+        close(out[1:], want[1:])

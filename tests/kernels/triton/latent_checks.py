@@ -37,7 +37,26 @@ def latents(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -> N
                 torch.testing.assert_close(have.float(), want, rtol=tolerance, atol=tolerance)
         stored(dtype)
         shards(dtype)
+    for pool in QUANTISED:
+        broken(dtypes[0], pool)
     same_bits(dtypes[0])
+
+
+def broken(dtype: torch.dtype, pool: torch.dtype) -> None:
+    """A latent or a rotary key that is NaN makes its sequence NaN."""
+    batch = LatentBatch([(1, 17), (1, 33)], 4, 64, 16, dtype, 16, pool)
+    want = batch.reference()
+    block = int(batch.block_tables[0, 0])
+    for scales in (batch.cache.latent_scales, batch.cache.rope_scales):
+        assert scales is not None
+        kept = scales[block, 0, 3].clone()
+        scales[block, 0, 3] = torch.nan
+        have = torch.full((*batch.q.shape[:2], 64), SENTINEL, dtype=dtype)
+        _launch(batch, have, None)
+        scales[block, 0, 3] = kept
+        assert have[0].isnan().all()
+        tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+        torch.testing.assert_close(have[1:].float(), want[1:], rtol=tolerance, atol=tolerance)
 
 
 def shards(dtype: torch.dtype) -> None:

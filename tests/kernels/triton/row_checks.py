@@ -68,6 +68,8 @@ def stores(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)) -> 
     for kv in (*QUANTISED, torch.float16):
         for dtype in dtypes:
             store(dtype, kv)
+            if kv in QUANTISED:
+                broken(dtype, kv)
             for offset in (0.0, 1.0):
                 normed(dtype, kv, offset)
 
@@ -87,6 +89,26 @@ def store(dtype: torch.dtype, kv: torch.dtype) -> None:
             store_kv(k, v, have, slots)
             store_kv_reference(k, v, want, slots)
         check_pools(have, want, kv)
+
+
+def broken(dtype: torch.dtype, kv: torch.dtype) -> None:
+    """A NaN makes its whole row NaN, as in the C library, and changes no other row. With heads of a power of two and
+    others."""
+    for dim in (16, 24):
+        x = torch.randn(4, 3 * dim).to(dtype)
+        x[1, dim + 3], x[2, 3 * dim - 1] = torch.nan, -torch.nan  # a key of slot 5, a value of slot 2
+        _, k, v = (part.unflatten(1, (1, dim)) for part in x.split(dim, dim=1))
+        slots = torch.tensor([0, 5, 2, 7])
+        have, want = (strided_cache(4, 1, 3, dim, kv) for _ in range(2))
+        store_kv(k, v, have, slots)
+        store_kv_reference(k, v, want, slots)
+        for ours, theirs, at in zip(
+            have.rows_reference(torch.arange(4)), want.rows_reference(torch.arange(4)), (1, 2), strict=True
+        ):
+            is_nan = ours[0, slots].isnan()
+            assert is_nan[at].all() and is_nan.sum() == dim
+            largest = theirs[0, slots].nan_to_num().abs().amax(-1, keepdim=True)
+            assert ((ours - theirs)[0, slots].nan_to_num().abs() <= 0.16 * largest).all()
 
 
 def check_pools(have: KVCache, want: KVCache, kv: torch.dtype) -> None:
