@@ -43,8 +43,8 @@ _EXPERT: Final = re.compile(r"(.+\.experts)\.\d+\.(\w+)\.weight")
 _DOWN: Final = ("down_proj", "w2")
 # A tensor with the weights of all experts.
 _FUSED: Final = re.compile(r".+\.(experts\.(gate_up|down)_proj|(in|out)put_linear\.weight)")
-# Model types whose experts run transformers' code, which reads unquantised weights.
-_PLAIN_EXPERTS: Final = frozenset(("aria_text", "jetmoe", "llama4_text", "minimax_m3_vl_text", "nemotron_h"))
+# Model types whose experts have unquantised weights, which transformers' code or an adapter reads.
+_PLAIN_EXPERTS: Final = frozenset(("aria_text", "jetmoe", "llama4_text", "nemotron_h"))
 # The linears of latent attention (MLA) that are dequantised, because LatentAttention splits and reorders them.
 _LATENT: Final = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
@@ -93,7 +93,8 @@ def held_bytes(
         weight = quantised.weights.get(stored_key)
         codes = None if weight is None else _codes_of(weight, entries, device)
         expert = _EXPERT.fullmatch(key)
-        if key.rpartition(".")[0].rpartition(".")[2] in plain or (are_experts_plain and ".experts." in key):
+        is_of_experts = ".experts." in key or len(entry.shape) == 3
+        if key.rpartition(".")[0].rpartition(".")[2] in plain or (are_experts_plain and is_of_experts):
             total += as_plain
         elif expert is not None and weight is not None:
             stacks.setdefault((expert[1], expert[2] in _DOWN), []).append((as_plain, codes))
@@ -152,8 +153,6 @@ def _codes_of(weight: StoredWeight, entries: Mapping[str, TensorEntry], device: 
     """The bytes of codes, scales, zero points and column order; None for a weight that is dequantised."""
     if weight.encoding is Encoding.NF4:
         return None
-    if (zeros := weight.parts.get("zeros")) is not None and entries[zeros.key].dtype == "F32":
-        return None  # zero points that are fractions
     scales = entries[weight.parts["scales"].key]
     if weight.encoding is Encoding.MXFP4:
         return _Codes(prod(weight.shape) // 2 + prod(scales.shape), (Encoding.MXFP4,), is_scattered=False)
@@ -167,12 +166,14 @@ def _codes_of(weight: StoredWeight, entries: Mapping[str, TensorEntry], device: 
     held = rows * (columns if weight.bits == 8 else -(-columns // 2)) + rows * groups * _HELD_SCALES[scales.dtype]
     if scales.dtype == "F8_E4M3":  # on CPUs with a float32 factor for each row; on GPUs the scales become float32
         held += rows * 4 if device == "cpu" else rows * groups * 3
-    if "zeros" in weight.parts:
-        held += rows * groups
+    zeros = weight.parts.get("zeros")
+    are_fractions = zeros is not None and entries[zeros.key].dtype == "F32"
+    if zeros is not None:
+        held += rows * groups * (4 if are_fractions else 1)
     is_scattered = is_ordered and _is_scattered(entries[weight.parts["order"].key])
     if is_scattered:
         held += 4 * columns
-    layout = (weight.encoding, weight.bits, columns, group, scales.dtype, "zeros" in weight.parts)
+    layout = (weight.encoding, weight.bits, columns, group, scales.dtype, zeros is None, are_fractions)
     widened = rows * (4 - _HELD_SCALES[scales.dtype]) if weight.bits == 8 and groups == 1 else 0
     return _Codes(held, layout, is_scattered, widened)
 

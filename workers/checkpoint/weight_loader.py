@@ -210,14 +210,14 @@ def _resolve_ties(model: PreTrainedModel, checkpoint: Checkpoint, targets: list[
 def _may_quantise(model: PreTrainedModel, name: str) -> bool:
     """Whether --quantization quantises a linear. The head, routers and the decays of gated delta nets lose too much."""
     get_lm_head: Any = model.get_output_embeddings
-    module = name.rpartition(".")[0]
-    return _owner(model, name) is not get_lm_head() and module.rpartition(".")[2] not in (*_ROUTERS, *_DECAYS)
+    modules = name.split(".")[:-1]  # the router of jetmoe is a module with one linear
+    return _owner(model, name) is not get_lm_head() and not _UNQUANTISED.intersection(modules)
 
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_ROUTERS = ("gate", "router", "shared_expert_gate")
-# Of gated delta nets: the decay of a state and the strength of its updates, on which every later token depends.
-_DECAYS = ("in_proj_a", "in_proj_b", "in_proj_ba")
+# Routers, and of gated delta nets the decay of a state and the strength of its updates, on which every later token
+# depends.
+_UNQUANTISED = frozenset(("gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba"))
 
 
 def _match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, parameters: dict[str, Tensor]) -> list[_Target]:

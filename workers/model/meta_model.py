@@ -30,7 +30,6 @@ from coatcheck.workers.checkpoint.sharding_plan import ShardingPlan, plan_shardi
 from coatcheck.workers.checkpoint.text_tower import text_fields, text_model_type
 from coatcheck.workers.core.model_spec import DeltaNetSpec
 from coatcheck.workers.distributed.tp_shard import TpShard
-from coatcheck.workers.model.attention_adapters import adapt_attention, needs_adapter
 from coatcheck.workers.model.fusion import LATENT_TYPES, is_fusable
 from coatcheck.workers.model.lm_head import probe_head
 from coatcheck.workers.model.model_rules import (
@@ -43,6 +42,7 @@ from coatcheck.workers.model.model_rules import (
     check_model_kind,
     deterministic_experts_error,
 )
+from coatcheck.workers.model.module_adapters import adapt_modules, has_own_attention
 from coatcheck.workers.model.packed_linears import record_weight_reads
 from coatcheck.workers.model.rope import choose_max_model_len, pin_rope_scaling
 from coatcheck.workers.model.sparse_mlp import (
@@ -217,8 +217,7 @@ def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_
         except Exception:  # the model's code may combine these tensors with meta tensors
             with torch.device("meta"):
                 model = _build_uninitialised(config, dtype)
-        if needs_adapter(config.model_type):
-            adapt_attention(model)
+        adapt_modules(model)
         _move_to_meta(model)
         nn.Module.train(model, False)
         _keep_in_float32(model)
@@ -247,7 +246,7 @@ def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_
 
 def _build_uninitialised(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     build: Any = AutoModelForCausalLM.from_config  # untyped in transformers
-    implementation = "eager" if needs_adapter(config.model_type) else attention.NAME
+    implementation = "eager" if has_own_attention(config.model_type) else attention.NAME
     with no_init_weights():
         model = build(config, dtype=dtype, attn_implementation=implementation)
     assert isinstance(model, PreTrainedModel)

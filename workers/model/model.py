@@ -42,6 +42,7 @@ from coatcheck.workers.model.linear_attention import adapt_state_layer
 from coatcheck.workers.model.lm_head import LmHead
 from coatcheck.workers.model.meta_model import PreparedModel, adaptable_linears, check_complete, prepare_model
 from coatcheck.workers.model.model_rules import check_mla_shard, check_state_device
+from coatcheck.workers.model.module_adapters import create_on_device, replace_waiting_experts
 from coatcheck.workers.model.packed_linears import describe_activations, pack_linears
 from coatcheck.workers.model.parallel_layers import apply_tensor_parallel
 from coatcheck.workers.model.sparse_mlp import packable_experts, replace_experts
@@ -352,6 +353,7 @@ class TransformersBody:
         unpackable: Collection[nn.Module],
     ) -> None:
         self.base: nn.Module = causal.base_model
+        self._model_type: str = causal.config.model_type
         self.lora_step = LoraStep()
         self._layers = layers
         self._cache_indices = {layer_index(causal.get_submodule(layer.module)): i for i, layer in enumerate(layers)}
@@ -359,6 +361,7 @@ class TransformersBody:
             adapt_state_layer(causal.get_submodule(state.module), state.spec, cache_index)
         replace_experts(self.base, batch_invariant=batch_invariant)
         pack_linears(self.base, batch_invariant=batch_invariant, exclude=unpackable)
+        replace_waiting_experts(self.base, batch_invariant=batch_invariant)
 
     def __call__(
         self,
@@ -368,7 +371,8 @@ class TransformersBody:
         layer_caches: LayerCaches,
         logits_indices: LogitsIndices | None,
     ) -> Tensor:
-        with use_step(AttentionStep(metadata, self._layers, self._cache_indices, layer_caches)):
+        step = AttentionStep(metadata, self._layers, self._cache_indices, layer_caches)
+        with use_step(step), create_on_device(self._model_type, input_ids.device):
             hidden: Tensor = self.base(
                 input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
             ).last_hidden_state

@@ -7,6 +7,7 @@ max_model_len. So cos and sin depend on the position alone.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -61,7 +62,9 @@ def pin_rope_scaling(model: PreTrainedModel, max_model_len: int) -> None:
     them."""
     for module in model.modules():
         rope_type = getattr(module, "rope_type", None)
-        if isinstance(rope_type, str):
+        if type(module).__name__ == "PhimoeRotaryEmbedding":
+            _pin_phimoe(module, max_model_len)
+        elif isinstance(rope_type, str):
             module.__dict__["rope_type"] = _pin_frequencies(module, rope_type, "", None, max_model_len)
         elif isinstance(rope_type, dict):  # by layer type, as in gemma3
             for layer_type, kind in rope_type.items():
@@ -80,3 +83,24 @@ def _pin_frequencies(module: nn.Module, rope_type: str, prefix: str, layer_type:
         buffer.copy_(inv_freq)
     setattr(module, f"{prefix}attention_scaling", scaling)
     return "default"
+
+
+def _pin_phimoe(module: Any, max_model_len: int) -> None:
+    """phimoe computes its frequencies in every forward pass, on the host, where no CUDA graph can capture it. With
+    longrope it scales cos and sin by the largest position of the batch. Both are fixed here. transformers always takes
+    the short factors."""
+    parameters = module.config.rope_parameters
+    inv_freq, scale = module.rope_init_fn(module.config)
+    if parameters["rope_type"] != "default":
+        is_long = max_model_len > parameters["original_max_position_embeddings"]
+        scale = parameters["long_mscale" if is_long else "short_mscale"]
+    with torch.no_grad():
+        module.inv_freq.copy_(inv_freq)
+    module.forward = partial(_cos_and_sin, module, float(scale))
+
+
+def _cos_and_sin(module: Any, scale: float, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """x: any tensor of the model's dtype. position_ids [1, T] -> cos and sin, each [1, T, dim]."""
+    angles = position_ids[..., None].float() * module.inv_freq
+    angles = torch.cat((angles, angles), dim=-1)
+    return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)

@@ -62,7 +62,7 @@ class MixtureOfExperts:
     """
 
     def __init__(self, block: Any, *, batch_invariant: bool) -> None:
-        module, self.reduce, first = _unwrap(block.experts)
+        module, self.reduce, first = unwrap_experts(block.experts)
         router = _router_of(block)
         read, in_float32 = _ROUTERS[type(router).__name__]
         self.routing = read(router)
@@ -164,8 +164,8 @@ def replace_experts(module: nn.Module, *, batch_invariant: bool) -> None:
     for name, child in module.named_children():
         if is_known_block(child):
             setattr(module, name, PackedBlock(child, batch_invariant=batch_invariant))
-        elif is_experts(_unwrap(child)[0]):
-            plain, reduce, first = _unwrap(child)
+        elif is_experts(unwrap_experts(child)[0]):
+            plain, reduce, first = unwrap_experts(child)
             experts = pack_experts(plain, _top_k(module), first=first, batch_invariant=batch_invariant)
             setattr(module, name, ExpertsAdapter(experts, reduce))
         else:
@@ -191,20 +191,20 @@ def is_known_block(block: Any) -> bool:
     """Whether MixtureOfExperts computes what transformers' block does."""
     if type(block).__name__ not in _BLOCKS or type(_router_of(block)).__name__ not in _ROUTERS:
         return False
-    return is_experts(_unwrap(block.experts)[0])
+    return is_experts(unwrap_experts(block.experts)[0])
 
 
 def is_experts(module: Any) -> bool:
     """Whether PackedExperts computes what transformers' experts do. transformers 5.17 has no `has_post_expert_norm`."""
     if type(module).__name__ == "LongcatFlashExperts":
-        return _activation_of(module) is not None and module.gate_up_proj is not None
+        return activation_of(module.act_fn) is not None and module.gate_up_proj is not None
     if not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", False):
         return False
-    return type(module).__name__ == "GptOssExperts" or (
+    return type(module).__name__ in ("GptOssExperts", "MiniMaxM3VLExperts") or (
         type(module)._apply_gate is _default_apply_gate
         and not module.has_bias
         and not module.is_transposed
-        and _activation_of(module) is not None
+        and activation_of(module.act_fn) is not None
     )
 
 
@@ -216,18 +216,16 @@ def pack_experts(module: Any, top_k: int, *, first: int, batch_invariant: bool) 
         for weight in (module.gate_up_proj, module.down_proj)
     )
     if type(module).__name__ != "GptOssExperts":
-        activation = _activation_of(module)
+        is_clamped = type(module).__name__ == "MiniMaxM3VLExperts"
+        activation = "clamped_swiglu" if is_clamped else activation_of(module.act_fn)
         assert activation is not None
+        limits = dict(alpha=module.swiglu_alpha, limit=module.swiglu_limit) if is_clamped else {}
+        # In longcat_flash this counts the experts without weights, too, because tokens choose them.
+        count = getattr(module, "total_experts", getattr(module, "num_experts", None))
         return PackedExperts(
-            gate_up,
-            down,
-            top_k=top_k,
-            activation=activation,
-            first=first,
-            batch_invariant=batch_invariant,
-            # In longcat_flash this counts the experts without weights, too, because tokens choose them.
-            num_experts=getattr(module, "total_experts", getattr(module, "num_experts", None)),
-        )
+            gate_up, down, top_k=top_k, activation=activation, first=first, batch_invariant=batch_invariant,
+            num_experts=count, **limits,
+        )  # fmt: skip
     # gpt-oss interleaves the rows of gate and up, and stores unquantised weights as [experts, in, out].
     bias = module.gate_up_proj_bias.detach()
     order = torch.cat((torch.arange(0, bias.shape[1], 2), torch.arange(1, bias.shape[1], 2)))
@@ -246,8 +244,8 @@ def pack_experts(module: Any, top_k: int, *, first: int, batch_invariant: bool) 
     )
 
 
-def _unwrap(experts: Any) -> tuple[Any, RankSum | None, int]:
-    """transformers' experts, the all-reduce of their outputs, and the id of the first of them."""
+def unwrap_experts(experts: Any) -> tuple[Any, RankSum | None, int]:
+    """transformers' experts, the all-reduce of their outputs, and the id of the first expert."""
     is_part = isinstance(experts, TensorParallelExperts)
     return (experts.experts, experts.reduce, experts.first) if is_part else (experts, None, 0)
 
@@ -288,13 +286,12 @@ def check_expert_parallel(model: PreTrainedModel) -> None:
             )
 
 
-def _activation_of(module: Any) -> str | None:
-    if module.act_fn is functional.silu:  # lfm2_moe
+def activation_of(function: Any) -> str | None:
+    """Our name of an activation of transformers; None if there is no kernel for it."""
+    if function is functional.silu:  # lfm2_moe
         return "silu"
-    for name, ours in ACTIVATIONS.items():
-        if type(module.act_fn) is type(ACT2FN[name]):
-            return ours
-    return None
+    names = (ours for name, ours in ACTIVATIONS.items() if type(function) is type(ACT2FN[name]))
+    return next(names, None)
 
 
 def _router_of(block: Any) -> Any:

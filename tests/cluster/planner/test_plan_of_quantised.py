@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import load_model
 from tests.workers.checkpoint.claimed_gpu import cpu_as_gpu
 from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.model.architectures import write
 from tests.workers.quantised_checkpoints import FORMATS
 
 
@@ -99,6 +101,20 @@ def test_experts_are_quantised_at_load(kind: str, tmp_path: Path) -> None:
     model = load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu", quantization="int8")
     settings = PlanSettings(model=str(path), dtype="bfloat16", device="cpu", quantization="int8")
     assert Sizing.of(settings).weight_bytes == model.spec.weight_bytes < 2 * model.spec.num_weights
+
+
+@pytest.mark.parametrize("kind", ["aria_text", "jetmoe", "minimax_m3_vl_text"])
+def test_experts_in_other_layouts_are_counted_as_held(kind: str, tmp_path: Path) -> None:
+    """Those of aria_text and jetmoe stay plain, those of minimax_m3_vl_text are quantised, in the plan and on the
+    rank."""
+    sizes: dict[str, Any] = dict(moe_num_experts=4) if kind == "aria_text" else dict(num_local_experts=4)
+    path = write(kind, tmp_path, **sizes)
+    model = load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu", quantization="int8")
+    settings = PlanSettings(model=str(path), dtype="bfloat16", device="cpu", quantization="int8")
+    assert Sizing.of(settings).weight_bytes == model.spec.weight_bytes
+    experts = sum(part.nbytes for layer in model._body.experts() for parts in layer.parts for part in parts)
+    count = sum(3 * layer.count * layer.hidden * layer.inner for layer in model._body.experts())
+    assert (experts < 2 * count) == (kind == "minimax_m3_vl_text")
 
 
 @pytest.mark.parametrize("quantization", ["auto", "int8", "int4"])

@@ -16,6 +16,7 @@ from coatcheck.bench.setup.max_wait import MAX_PROGRAM_SECONDS
 from coatcheck.workers.core.group_config import GroupConfig
 from tests.simulated_gpu.simulated_run import make, serve
 from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint
+from tests.workers.model.architectures import SERVED, write
 from tests.workers.quantised_checkpoints import FORMATS
 from tests.workers.rank_client import generate
 from tests.workers.rank_group import RankGroup
@@ -150,6 +151,34 @@ def test_the_pool_takes_what_the_largest_step_leaves(tmp_path: Path) -> None:
     """Pool, weights and the measured step fill --gpu-memory-utilization of the GPU; serving takes no more memory."""
     path = tiny_checkpoint("llama", tmp_path, num_hidden_layers=1)
     assert simulated("simulated_memory", str(path)) == ["agreed"]
+
+
+# Modules of transformers that wait for the device, or copy from the host, in a forward pass as transformers has it.
+_WAITING = {
+    **{name: SERVED[name] for name in ("falcon", "gpt2", "gemma3n_text", "phimoe")},
+    "falcon-multi-query": dict(multi_query=True, new_decoder_architecture=False),
+    "falcon-multi-head": dict(multi_query=False, new_decoder_architecture=False),
+    "aria_text": dict(moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
+    "jetmoe": dict(num_local_experts=4, num_experts_per_tok=2, kv_channels=16),
+    "minimax_m3_vl_text": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16),
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("falcon-multi-query", "gemma3n_text", "jetmoe"),
+        pytest.param(tuple(_WAITING), marks=full),
+    ],
+)
+def test_modules_of_transformers_that_waited_can_be_captured(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Their steps run as CUDA graphs, and give the tokens of the CPU path."""
+    wanted = {}
+    for name in names:
+        path = write(name.partition("-")[0], tmp_path / name, **_WAITING[name])
+        wanted[str(path)] = serve(make(path, torch.device("cpu"), "auto"), rounds=1)[0]
+    (tmp_path / "wanted.json").write_text(json.dumps(wanted))
+    assert simulated("simulated_load", "capture", str(tmp_path / "wanted.json")) == list(wanted)
 
 
 def test_every_family_loads_onto_a_gpu(checkpoint_directory: Path, tmp_path: Path) -> None:
