@@ -196,6 +196,7 @@ async def abort_with(context: Context, error: Exception) -> Never:
         await context.abort(status.code, status.details, trailing)
     except grpc.aio.AbortError:
         raise
-    except Exception as error:  # the client has disconnected before it got the status
-        raise grpc.aio.AbortError from error
+    except Exception:  # the client has disconnected before it got the status
+        # gRPC logs a traceback for any other exception than this one and the AbortError that it could not raise.
+        raise asyncio.CancelledError from None
     raise AssertionError("abort always raises")

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -122,6 +123,27 @@ async def test_a_supervisor_undoes_its_drain(start_router: StartRouter) -> None:
     assert not await asyncio.wait_for(waiting, MAX_WAIT_SECONDS)
     group.go()
     assert [event async for event in stream][-1].HasField("final")
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+async def test_a_call_that_ends_without_its_message_leaves_no_error_in_the_log(
+    start_router: StartRouter, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """The client gives up before it has sent its message. Its status cannot be sent any more, and the log has no
+    traceback of it."""
+    router = await start_router(FakeGroup("a"))
+
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    for _ in range(10):
+        call = router.channel.stream_stream(f"/coatcheck.v1.Generation/{method}")(never(), timeout=0.1)
+        with pytest.raises(grpc.aio.AioRpcError) as given_up:
+            await call.read()
+        assert given_up.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (await router.generation.Generate(ask())).final.group == "a"
+    assert not [record for record in caplog.records if record.name.startswith("grpc") and record.levelname == "ERROR"]
 
 
 async def test_draining_is_undone(start_router: StartRouter) -> None:
