@@ -274,6 +274,7 @@ def _build_runner(
         graph_sizes=_graph_sizes(config, model, device),
         attention_backend=backend_name(config.attention_backend),
         num_snapshots=memory.num_snapshots,
+        finds_forced_tokens=config.speculative_tokens > 0,
     )
 
 

@@ -14,11 +14,12 @@ import numpy as np
 
 SHORTEST_MATCH: Final = 2  # tokens; a single token matches by chance in every text
 LONGEST_MATCH: Final = 8  # a longer match predicts no better
+FORCED: Final = LONGEST_MATCH + 1  # Draft.match of tokens that a grammar forces
 
 
 class Draft(NamedTuple):
-    """Guessed next tokens. `match`: how many tokens before them were the same, SHORTEST_MATCH to LONGEST_MATCH; 0 if
-    there is no draft."""
+    """Guessed next tokens. `match`: how many tokens before them were the same, SHORTEST_MATCH to LONGEST_MATCH, or
+    FORCED; 0 if there is no draft."""
 
     match: int
     token_ids: list[int]

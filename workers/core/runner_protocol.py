@@ -41,6 +41,7 @@ class StepResult:
     `token_ids`: one for each scheduled sequence; -1 for those that do not sample.
     `logprobs`, `prompt_logprobs`: by index in `scheduled`, for sequences that asked for them.
     `embeddings`: by index in `scheduled`, of the prompts whose last token this step has computed.
+    `forced`: by index in `scheduled`, tokens of the text that the sequence's grammar forces after this step's tokens.
     `failed`: by index in `scheduled`, why the sequence cannot continue.
     `copy_report`: set while copies between tiers are in progress.
     `num_compiled`: set while grammars are being compiled. For each compile queue, how many of the grammars sent since
@@ -54,6 +55,7 @@ class StepResult:
     failed: dict[int, str] = field(default_factory=dict)
     num_compiled: tuple[int, ...] | None = None
     embeddings: dict[int, list[float]] = field(default_factory=dict)
+    forced: dict[int, list[int]] = field(default_factory=dict)
 
 
 class LaunchedStep(Protocol):

@@ -33,6 +33,7 @@ class Sequence:
     `snapshot_points`: numbers of leading blocks after which the states are to be saved, ascending; a chunk ends there.
     `last_snapshot`: the number of leading blocks after which its states were last restored or saved; 0 before.
     `awaited_hash`: the last prefix block for which this sequence waited while another sequence computed it.
+    `forced_token_ids`: the tokens of the text that the grammar forces next, as the tokenizer would write it.
     `prompt_lookup`: the text in which drafts are looked up; None before the first. `draft_match`: Draft.match of the
     sequence's tokens in the step that is being computed.
     """
@@ -59,6 +60,7 @@ class Sequence:
     snapshot_points: list[int] = field(default_factory=list)
     last_snapshot: int = 0
     awaited_hash: bytes = b""
+    forced_token_ids: list[int] = field(default_factory=list)
     prompt_lookup: PromptLookup | None = None
     draft_match: int = 0
     num_prompt_logprobs: int = 0  # already sent

@@ -11,17 +11,19 @@ probability p, raises the tokens a second if
     (R + p) / (T + c) > R / T,   that is   p > R * c / T
 
 T and c are measured. p is the product of the acceptance rates of the draft tokens up to this one: after a match of m
-tokens the first has rate[m], the second rate[m + 1], and so on.
+tokens the first has rate[m], the second rate[m + 1], and so on. Tokens that a grammar forces, such as the keys of a
+JSON schema, have a rate of their own.
 """
 
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from coatcheck.workers.core.prompt_lookup import LONGEST_MATCH, NO_DRAFT, Draft, PromptLookup
+from coatcheck.workers.core.prompt_lookup import FORCED, LONGEST_MATCH, NO_DRAFT, Draft, PromptLookup
 from coatcheck.workers.core.sequence import Sequence
 
 _FIRST_RATE: Final = 0.6  # acceptance rate of a match whose length has not been tried
+_FORCED_RATE: Final = 0.95  # of forced tokens at first; a model may split the same text into other tokens
 _RATE_WEIGHT: Final = 0.1  # of one draft token in an acceptance rate
 _RECOVERY: Final = 0.005  # the step by which a rate that is too low for drafts goes back to _FIRST_RATE
 _TIME_WEIGHT: Final = 0.25  # of one step in a mean duration
@@ -44,7 +46,7 @@ class Drafter:
         self.num_drafted = 0  # draft tokens since the start
         self.num_accepted = 0
         self._max_draft_tokens = max_draft_tokens
-        self._rates = [_FIRST_RATE] * (LONGEST_MATCH + 1)  # by the length of the match
+        self._rates = [_FIRST_RATE] * FORCED + [_FORCED_RATE]  # by Draft.match
         self._plain_steps: dict[int, _PlainSteps] = {}  # by the number of sequences
         self._row_seconds = 0.0  # c
 
@@ -66,9 +68,9 @@ class Drafter:
     def record_token(self, sequence: Sequence, *, is_accepted: bool) -> None:
         """Record whether the sequence's next draft token was right, if those before it were."""
         self.num_accepted += is_accepted
-        length = min(sequence.draft_match, LONGEST_MATCH)
-        self._rates[length] += _RATE_WEIGHT * (is_accepted - self._rates[length])
-        sequence.draft_match += 1
+        match = sequence.draft_match
+        self._rates[match] += _RATE_WEIGHT * (is_accepted - self._rates[match])
+        sequence.draft_match = _match_after(match, 1)
 
     def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
         """Record the duration of a step that only decoded."""
@@ -86,6 +88,8 @@ class Drafter:
         room = sequence.max_len - len(sequence.token_ids) - 1
         if room < 1:
             return NO_DRAFT
+        if sequence.forced_token_ids:
+            return Draft(FORCED, sequence.forced_token_ids[: min(room, self._max_draft_tokens)])
         if sequence.prompt_lookup is None:
             sequence.prompt_lookup = PromptLookup(sequence.max_len)
         return sequence.prompt_lookup.draft(sequence.token_ids, min(room, self._max_draft_tokens))
@@ -94,7 +98,7 @@ class Drafter:
 def choose_counts(drafts: list[Draft], rates: list[float], row_cost: float, max_rows: int) -> list[int]:
     """How many tokens of each draft a step computes, the likeliest first: see the top of this file.
 
-    `rates`: acceptance rates by the length of the match. `row_cost`: c / T. `max_rows`: tokens of all drafts together.
+    `rates`: acceptance rates by Draft.match. `row_cost`: c / T. `max_rows`: tokens of all drafts together.
     """
     counts = [0] * len(drafts)
     expected, duration = float(len(drafts)), 1.0
@@ -107,6 +111,11 @@ def choose_counts(drafts: list[Draft], rates: list[float], row_cost: float, max_
         expected, duration = expected - negative, duration + row_cost
         counts[at] += 1
         if counts[at] < len(drafts[at].token_ids):
-            rate = rates[min(drafts[at].match + counts[at], LONGEST_MATCH)]
+            rate = rates[_match_after(drafts[at].match, counts[at])]
             heappush(likeliest, (negative * rate, at))
     return counts
+
+
+def _match_after(match: int, count: int) -> int:
+    """Draft.match of the token that follows `count` right tokens of a draft."""
+    return match if match == FORCED else min(match + count, LONGEST_MATCH)

@@ -259,6 +259,7 @@ class Engine:
         for index in range(num_planned):
             if (output := self._confirm_sequence(step, index, result)) is not None:
                 outputs.append(output)
+            step.sequences[index].forced_token_ids = result.forced.get(index, [])
         if step.plan.drafts:
             self._confirm_drafts(step, num_planned, result, outputs)
         if result.copy_report is not None:

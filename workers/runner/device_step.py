@@ -4,7 +4,7 @@ Log-probabilities are copied as tokens are: the copy is queued behind the kernel
 So a request for log-probabilities delays no launch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
@@ -95,7 +95,8 @@ class LogprobReport:
 
 @dataclass(slots=True)
 class DeviceStep:
-    """`sampled_rows`: the plan's row of each of `token_ids`. `logprobs`: (rows, report). The rest: see StepResult."""
+    """`sampled_rows`: the plan's row of each of `token_ids`. `logprobs`: (rows, report). `find_forced`: called once the
+    tokens are on the host; returns `forced`. The rest: see StepResult."""
 
     num_rows: int
     sampled_rows: list[int]
@@ -106,6 +107,7 @@ class DeviceStep:
     failed: dict[int, str] = field(default_factory=dict)
     num_compiled: tuple[int, ...] | None = None
     embeddings: dict[int, HostCopy] = field(default_factory=dict)  # float32 [hidden_size] each
+    find_forced: Callable[[], dict[int, list[int]]] = dict
 
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host."""
@@ -119,5 +121,6 @@ class DeviceStep:
         }
         embeddings = {row: copied.wait() for row, copied in self.embeddings.items()}
         return StepResult(
-            token_ids, row_logprobs, prompt_logprobs, self.copy_report, self.failed, self.num_compiled, embeddings
-        )
+            token_ids, row_logprobs, prompt_logprobs, self.copy_report, self.failed, self.num_compiled, embeddings,
+            self.find_forced(),
+        )  # fmt: skip

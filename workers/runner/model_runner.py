@@ -15,6 +15,7 @@ Sampled tokens therefore never go through the host before the next step, and ste
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import accumulate
 from typing import cast
 
@@ -59,7 +60,8 @@ class ModelRunner:
     `pool`: uint8 [num_blocks, bytes_per_block]. `copier`: None without a host tier. `communicator`: None for a rank
     without peers. `graph_sizes`: of the CUDA graphs (cuda_graphs.py); used once `warm_up` captured them.
     `num_snapshots`: slots for snapshots of a model's states, after the `max_num_seqs` slots of running sequences.
-    `attention_backend`: triton, flashinfer or fa3 (workers/core/attention_selector.py).
+    `attention_backend`: triton, flashinfer or fa3 (workers/core/attention_selector.py). `finds_forced_tokens`: steps
+    report the tokens that grammars force, for engines that draft them.
     """
 
     def __init__(
@@ -76,11 +78,13 @@ class ModelRunner:
         graph_sizes: GraphSizes = _NO_GRAPHS,
         attention_backend: str = "triton",
         num_snapshots: int = 0,
+        finds_forced_tokens: bool = False,
     ) -> None:
         self.model = model
         self.pool = pool
         self.max_model_len = max_model_len
         self.steps = 0
+        self._finds_forced_tokens = finds_forced_tokens
         self._layout = layout
         self._kv_caches = make_caches(layout, pool)
         # A sequence's states have its slot; those of a sequence that starts are zero, whatever the slot holds.
@@ -295,7 +299,11 @@ class ModelRunner:
             report = LogprobReport.start(raw_logits, token_ids[reported], list(counts.values()), named)
             logprobs = [sampled[r] for r in counts], report
         failed_rows = {sampled[r]: reason for r, reason in failed.items()}
-        return DeviceStep(len(rows), sampled, host_copy, logprobs, prompt_logprobs, failed=failed_rows)
+        step = DeviceStep(len(rows), sampled, host_copy, logprobs, prompt_logprobs, failed=failed_rows)
+        if self._finds_forced_tokens:
+            planned = dict(zip(sampled, slots, strict=True)) if not drafts else dict(enumerate(slots[: -len(drafts)]))
+            step.find_forced = partial(self._bitmasks.find_forced, planned)
+        return step
 
     def _apply_bitmasks(self, logits: Tensor, slots: list[int], drafts: list[DraftToken]) -> dict[int, str]:
         """Mask the tokens that structured output forbids. Return the reason for each row that cannot continue."""

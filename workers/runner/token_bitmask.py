@@ -10,7 +10,7 @@ The mask of a draft token's row is that of a copy of the matcher which has consu
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
@@ -143,6 +143,12 @@ class TokenBitmasks:
                 failed[row] = _explain_failure(f"it takes {over_budget[at] * 1e3:.0f} ms for a token")
         failed |= self._fill_draft_masks(rows[len(planned) :], drafts, first, bits[len(planned) :])
         return rows, self._to_device(bits), failed
+
+    def find_forced(self, slots: Mapping[int, int]) -> dict[int, list[int]]:
+        """The tokens of the text that a grammar forces next, for the rows whose grammar does. `slots`: by row."""
+        self._consume_tokens()
+        constrained = {row: self._constraints[slot].matcher for row, slot in slots.items() if slot in self._constraints}
+        return {row: matcher.compute_ff_tokens() for row, matcher in constrained.items() if not matcher.is_stopped()}
 
     def _fill_draft_masks(
         self, rows: list[int], drafts: Sequence[DraftToken], first: int, bits: Bits

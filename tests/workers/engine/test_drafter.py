@@ -107,6 +107,20 @@ def test_guesses_are_tried_again_later() -> None:
     assert drafts[-1] == [3]
 
 
+def test_forced_tokens_come_before_guesses() -> None:
+    """What a grammar forces is drafted first, and its acceptance is counted apart from that of guesses."""
+    drafter, text = Drafter(4), [1, 2, 3, 1, 2]
+    drafter.record_step(1, 0, 0.01)
+    one = sequence(text)
+    one.forced_token_ids = [7, 8, 9, 10, 11]
+    assert drafter.draft([one], 10) == [[7, 8, 9, 10]]
+    for _ in range(60):
+        drafter.record_token(one, is_accepted=False)
+    drafter.record_step(1, 4, 0.02)
+    assert drafter.draft([one], 10) == [[]]
+    assert drafter.draft([sequence(text)], 10) != [[]]
+
+
 def test_the_end_gets_no_draft() -> None:
     """A draft token never lies behind the last token that a sequence may have."""
     drafter, text = Drafter(4), [1, 2, 3, 1, 2]

@@ -88,7 +88,9 @@ def engines_of(model: Model) -> Make:
         layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
         pool = allocate_kv_pool(layout, num_blocks, torch.device("cpu"))
         grammars = kind.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
-        runner = ModelRunner(model, layout, pool, max_num_seqs=16, max_model_len=256, grammars=grammars)
+        runner = ModelRunner(
+            model, layout, pool, max_num_seqs=16, max_model_len=256, grammars=grammars, finds_forced_tokens=drafts > 0
+        )
         return Engine(
             model.spec, OffTheWire(runner, [] if sent is None else sent), num_blocks=num_blocks, block_size=8,
             pipeline_depth=depth, max_num_seqs=16, grammars=grammars, grammars_kept=grammars_kept,

@@ -135,6 +135,20 @@ def test_draft_tokens_change_no_token(make: Make, monkeypatch: pytest.MonkeyPatc
         assert 50 < stats.accepted_draft_tokens < stats.draft_tokens
 
 
+def test_what_a_grammar_forces_is_drafted(make: Make) -> None:
+    """The keys of a schema take fewer steps; what the model may choose, and every token, stays the same."""
+    fields = {name: {"type": "boolean"} for name in ("is_green", "has_wheels", "likes_rain", "can_swim")}
+    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    request = EngineRequest("r", PROMPT, params(Grammar("json_schema", json.dumps(schema)), n=2, max_tokens=200))
+    plain, drafted = make(), make(drafts=8)
+    said = run(plain, request)
+    assert set(json.loads(text_of(said["r.0"]))) == set(fields)
+    assert run(drafted, request) == said
+    stats = drafted.stats()
+    assert stats.accepted_draft_tokens > 0.5 * stats.generated_tokens
+    assert stats.steps < 0.6 * plain.stats().steps
+
+
 def test_a_finished_choice_of_any_length_can_be_resumed(model: Model) -> None:
     """A request goes on in another group with choices that have ended: their end token may be the 9th, 17th or any."""
     grammars = GrammarBackend.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
