@@ -34,33 +34,15 @@ def decode_weight(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Ten
         return _decode_nf4(weight, parts, dtype)
     if weight.encoding is Encoding.MXFP4:
         return _read_mxfp4(parts, dtype).dequantise().transpose(1, 2)
-    if _has_fractions(parts):
-        return _dequantise_fractions(weight, parts, dtype)
     return _READERS[weight.encoding](weight, parts, dtype).dequantise()
 
 
 def read_codes(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> QuantisedWeight | QuantisedExperts | None:
-    """As `decode_weight`, without dequantising. `dtype`: in which the linear computes. None for NF4, and for zero
-    points that are fractions."""
-    if _has_fractions(parts):
-        return None
+    """As `decode_weight`, without dequantising. `dtype`: in which the linear computes. None for NF4."""
     if weight.encoding is Encoding.MXFP4:
         return _read_mxfp4(parts, dtype)
     read = _READERS.get(weight.encoding)
     return None if read is None else read(weight, parts, dtype)
-
-
-def _has_fractions(parts: Parts) -> bool:
-    return "zeros" in parts and parts["zeros"].is_floating_point()
-
-
-def _dequantise_fractions(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Tensor:
-    """As `decode_weight`, with zero points that are fractions. `parts["scales"]`: [rows, groups]."""
-    integers = {role: part for role, part in parts.items() if role != "zeros"}
-    ones = torch.ones_like(parts["scales"], dtype=torch.float32)
-    codes = _READERS[weight.encoding](weight, integers | {"scales": ones}, torch.float32).dequantise()
-    groups = torch.arange(codes.shape[1]) // (codes.shape[1] // ones.shape[1])
-    return ((codes - parts["zeros"][:, groups]) * parts["scales"].float()[:, groups]).to(dtype)
 
 
 def unpack_bits(packed: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
@@ -114,7 +96,9 @@ def _read_packed(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Quan
     codes = unpack_bits(parts["codes"], weight.bits, 1) - middle
     zeros = None
     if "zeros" in parts:
-        zeros = unpack_bits(parts["zeros"], weight.bits, 0) - middle
+        zeros = parts["zeros"]
+        if not zeros.is_floating_point():  # those of GGUF are fractions, and are not packed
+            zeros = unpack_bits(zeros, weight.bits, 0) - middle
     members = parts.get("order")
     columns = weight.shape[1] if members is None else members.numel()
     return _quantised(weight, _integers(weight), codes[:, :columns], parts["scales"], zeros, members, dtype)

@@ -1,6 +1,7 @@
 """Each model family: weights, config.json and tokens of a converted GGUF file are those of the original model."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,23 @@ def test_tokens_are_those_of_transformers_own_reading(tmp_path: Path, kind: Type
 def test_the_dtype_is_that_of_plain_matrices(tmp_path: Path, kind_of: KindOf | Type, dtype: str) -> None:
     """bfloat16 for a quantised file, whose norms are always float32."""
     assert Conversion.plan(write_model("llama", tmp_path, kind_of)[0]).config["dtype"] == dtype
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3-moe", "gpt-oss"])
+def test_a_rank_holds_the_bytes_that_the_header_shows(tmp_path: Path, name: str) -> None:
+    """Every linear and expert of mixed types stays quantised, also merged ones, and the head."""
+
+    def kind_of(tensor: str) -> Type:
+        return Type.MXFP4 if name == "gpt-oss" and "_exps" in tensor else mixed(tensor)
+
+    path, _ = write_model(name, tmp_path, kind_of)
+    plan, out = Conversion.plan(path), convert(path, "bfloat16")
+    model = load_model(out, communicator=Communicator(), dtype="bfloat16", device="cpu")
+    held = held_bytes("m", plan.config, plan.entries, 2, "cpu")
+    assert model.spec.weight_bytes == held
+    matrices = sum(math.prod(weight.shape) for weight in plan.weights if weight.form is not None)
+    embedding = 2 * math.prod(plan.entries["model.embed_tokens.weight"].shape)
+    assert held - embedding < 1.5 * matrices  # 10 bits of Q6_K's form, and some small tensors
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
