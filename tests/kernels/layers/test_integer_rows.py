@@ -29,10 +29,10 @@ def integer_product(weight: QuantisedWeight, x: torch.Tensor) -> torch.Tensor:
     if weight.order is not None:
         x, weight = x[:, weight.order.long()], replace(weight, order=None)
     scales = weight.without_row_scales().scales.float()
-    numbers, products = replace(weight, scales=torch.ones(scales.shape), row_scales=None), None
+    unscaled, products = replace(weight, scales=torch.ones(scales.shape), row_scales=None), None
     if weight.zeros is not None and weight.zeros.is_floating_point():
-        numbers, products = replace(numbers, zeros=None), weight.zeros.float() * scales
-    numbers = numbers.dequantise(torch.float64)
+        unscaled, products = replace(unscaled, zeros=None), weight.zeros.float() * scales
+    numbers = unscaled.dequantise(torch.float64)
     y = torch.zeros(len(x), weight.shape[0])
     for span in spans_of(*weight.shape[1:], weight.group):
         quantised = [quantise_chunk(x[:, first:stop]) for first, stop in span]
