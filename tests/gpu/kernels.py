@@ -12,6 +12,7 @@ import torch
 from tests.gpu.outcome import Skipped
 from tests.kernels.triton.attention_checks import POOLS, matrix
 from tests.kernels.triton.kernel_checks import BFLOAT16, GROUPS
+from tests.kernels.triton.linear_checks import large
 
 LIMIT = 240.0
 _MATRIX = {
@@ -23,6 +24,7 @@ _CHECKS: dict[str, Callable[[], None]] = {
     **_MATRIX,
     **{f"bfloat16 {name}": check for name, check in BFLOAT16.items() if name != "matrix"},
     **{name: check for name, check in GROUPS.items() if name not in _DIVIDED},
+    "large linears": large,
 }
 
 

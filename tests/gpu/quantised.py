@@ -45,11 +45,11 @@ _SIZES: dict[str, dict[str, Any]] = {"qwen3-moe": dict(moe_intermediate_size=64)
 
 
 def names(whole: bool) -> list[str]:
-    """ "checkpoint FORMAT FAMILY", "experts FORMAT FAMILY", "load KIND FAMILY", "activations FORMAT FAMILY"."""
+    """ "WAY FORMAT FAMILY": a checkpoint, its experts, quantised at load and also deterministic, and activations."""
     return [
         *(f"checkpoint {kind} llama" for kind in FORMATS),
         *(f"experts {kind} {family}" for family, kind in (EXPERT_CASES if whole else _EXPERTS)),
-        *(f"load {kind} {family}" for family in _LOADED for kind in _KINDS),
+        *(f"{way} {kind} {family}" for way in ("load", "deterministic") for family in _LOADED for kind in _KINDS),
         *(f"activations {kind} {family}" for family in ("llama", *_SIZES) for kind in _ACTIVATIONS),
     ]
 
@@ -58,9 +58,11 @@ def run(name: str, device: torch.device, folder: Path) -> str:
     way, kind, family = name.split()
     if way == "activations":
         return _compare_activations(kind, family, device, folder)
-    if way == "load":
-        path = tiny_checkpoint(family, folder, num_hidden_layers=2, **_SIZES.get(family, {}))
-        settings: dict[str, Any] = dict(quantization=kind)
+    if way in ("load", "deterministic"):
+        is_fixed = way == "deterministic"
+        heads = dict(num_attention_heads=4) if is_fixed else {}  # of 16 elements, which this mode needs on CPUs
+        path = tiny_checkpoint(family, folder, num_hidden_layers=2, **heads, **_SIZES.get(family, {}))
+        settings: dict[str, Any] = dict(quantization=kind, deterministic=is_fixed)
     else:
         path = _write(way, kind, family, folder)
         settings = dict(activation_quantization="off")  # the CPU's path quantises none

@@ -36,6 +36,9 @@ _DRAWN = SamplingParams(
 )  # fmt: skip
 _SCORED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
 
+# Its experts run transformers' code, whose products of float32 wait for the device.
+_WITHOUT_GRAPHS = ("NemotronHForCausalLM",)
+
 Answer = tuple[list[int], list[float]]  # tokens, and the log-probability of each
 
 
@@ -99,9 +102,8 @@ def serve_tiny(
         "restores": stats.restores,
         "graph steps": runner.graphs.steps,
     }
-    # transformers' own modules of some models wait for the device, so that no graph can be captured.
-    if runner.graphs.shapes and device.type == "cuda":
-        assert runner.graphs.steps > 0, "no step was replayed from a CUDA graph"
+    has_graphs = device.type == "cuda" and model.spec.architecture not in _WITHOUT_GRAPHS
+    assert runner.graphs.steps > 0 or not has_graphs, "no step was replayed from a CUDA graph"
     assert stats.preemptions > 0 or not crowd, "no sequence was preempted"
     runner.close()
     return Served(crowded + greedy, drawn, scores, counts)

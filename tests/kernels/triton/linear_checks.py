@@ -109,6 +109,23 @@ def alone(dtype: torch.dtype) -> None:
     agree(PackedLinear(small)(x[:, :48].float().to(dtype)), F.linear(x[:, :48], small.dequantise()))
 
 
+def large() -> None:
+    """Linears of 4,096 features and columns with up to 2,048 rows, for GPUs alone: too slow in the interpreter. The
+    products agree with the dequantised weight's, and in the deterministic mode each row has the same bits alone."""
+    torch.manual_seed(0)
+    for dtype in (torch.float16, torch.bfloat16):
+        for kind, group in ((CodeKind.INT8, 4096), (CodeKind.FP8, 4096), (CodeKind.INT4, 128), (CodeKind.FP4, 32)):
+            scales = torch.uint8 if kind is CodeKind.FP4 else torch.float32
+            weight = random_weight(kind, 4096, 4096, group, dtype, scales=scales)
+            bias, x = torch.randn(4096).to(dtype), (torch.randn(2048, 4096) / 64).to(dtype)
+            linear, fixed = PackedLinear(weight, bias), PackedLinear(weight, bias, batch_invariant=True)
+            every = fixed(x)
+            for rows in (1, 16, 64, 256, 257, 2048):
+                check_product(linear(x[:rows]), x[:rows], weight, bias)
+                check_product(fixed(x[:rows]), x[:rows], weight, bias)
+                assert torch.equal(fixed(x[:rows]), every[:rows]), (kind, dtype, rows)
+
+
 def fixed_order(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -> None:
     """A row has the same bits among any rows: its units computed side by side or by one program, at any place in the
     batch, in tiles of few rows and of many. Features and columns may divide by no tile."""
