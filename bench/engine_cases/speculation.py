@@ -2,16 +2,18 @@
 
     python bench/engine_cases/speculation.py [--draft-tokens 4] [--json bench/results/speculation.json]
 
-Rounds alternate between the two in one process. Three kinds of text, because what guesses save depends on the text
+Rounds alternate between the two in one process. Four kinds of text, because what guesses save depends on the text
 alone (the model has random weights):
 
     repeats   greedy: the model soon repeats itself, and nearly every guess is right
+    schema    objects of a JSON schema: the grammar forces about half of the tokens
     chance    drawn from 16 tokens: short matches everywhere, and a guess is right one time in 16
     new       drawn from the whole vocabulary: hardly a match
 
 The last two show what speculation costs where it cannot help. The tokens of both sides must be equal.
 """
 
+import json
 import statistics
 import time
 from pathlib import Path
@@ -27,13 +29,24 @@ from rich.table import Table
 from coatcheck.bench.setup.checkpoint import VOCABULARY, make_checkpoint
 from coatcheck.bench.setup.cpu_engine import load_cpu_model, make_cpu_engine
 from coatcheck.bench.setup.results_file import describe_machine, write_results
+from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.model.model import Model
+from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
 _PROMPT: Final = 256
+_ENTRY: Final = {
+    "name": {"type": "string", "maxLength": 16},
+    "category": {"enum": ["function", "module", "class"]},
+    "is_public": {"type": "boolean"},
+    "description": {"type": "string", "minLength": 20, "maxLength": 60},
+}
+_OBJECT: Final = {"type": "object", "properties": _ENTRY, "required": list(_ENTRY), "additionalProperties": False}
+_SCHEMA: Final = {"type": "array", "items": _OBJECT, "minItems": 4}
 _TEXTS: Final[dict[str, dict[str, Any]]] = {
     "repeats": dict(temperature=0.0),
+    "schema": dict(temperature=1.0, structured=Grammar("json_schema", json.dumps(_SCHEMA))),
     "chance": dict(temperature=1.0, allowed_token_ids=tuple(range(100, 116))),
     "new": dict(temperature=1.0),
 }
@@ -52,20 +65,21 @@ def main(
     with TemporaryDirectory() as scratch:
         model = load_cpu_model(checkpoint or make_checkpoint(Path(scratch) / "llama"))
     cases = [(text, batch) for text in _TEXTS for batch in (1, 4, 16)]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for text, batch in track(cases, "measuring", console=Console(stderr=True)):
         pairs = [measure_pair(model, text, batch, tokens, draft_tokens) for _ in range(rounds)]
         ratios = sorted(pair["ratio"] for pair in pairs)
         rows.append({
             "text": text, "batch": batch, "ratio": statistics.median(ratios), "lowest": ratios[0],
             "highest": ratios[-1], "drafted": pairs[-1]["drafted"], "accepted": pairs[-1]["accepted"],
+            "tokens": pairs[-1]["tokens"],
         })  # fmt: skip
     table = Table("text", "sequences", "times as fast", "lowest to highest", "guesses for each token", "right")
     for row in rows:
         right = f"{row['accepted'] / row['drafted']:.0%}" if row["drafted"] else "-"
         table.add_row(
             row["text"], str(row["batch"]), f"{row['ratio']:.2f}", f"{row['lowest']:.2f} to {row['highest']:.2f}",
-            f"{row['drafted'] / (row['batch'] * tokens):.2f}", right,
+            f"{row['drafted'] / row['tokens']:.2f}", right,
         )  # fmt: skip
     Console().print(table)
     write_results(json_path, dict(describe_machine(), draft_tokens=draft_tokens, tokens=tokens, rows=rows))
@@ -77,21 +91,31 @@ def measure_pair(model: Model, text: str, batch: int, tokens: int, draft_tokens:
     drafted_tokens, seconds, drafted, accepted = run(model, text, batch, tokens, draft_tokens)
     if drafted_tokens != plain_tokens:
         raise RuntimeError(f"speculation changed a token ({text}, {batch} sequences)")
-    return {"ratio": plain_seconds / seconds, "drafted": drafted, "accepted": accepted}
+    return {
+        "ratio": plain_seconds / seconds,
+        "drafted": drafted,
+        "accepted": accepted,
+        "tokens": sum(map(len, plain_tokens.values())),
+    }
 
 
 def run(
     model: Model, text: str, batch: int, tokens: int, draft_tokens: int
 ) -> tuple[dict[str, list[int]], float, int, int]:
     """(tokens of each request, seconds of all steps after the prompts, guesses, right guesses)."""
+    grammars = None
+    if "structured" in _TEXTS[text]:
+        vocab = model.spec.vocab_size
+        grammars = GrammarBackend.load(model.directory, vocab_size=vocab, eos_token_ids=model.spec.eos_token_ids)
     engine = make_cpu_engine(
-        model, num_blocks=batch * (_PROMPT + tokens) // 16 + 64, max_num_seqs=64, max_draft_tokens=draft_tokens
-    )
+        model, num_blocks=batch * (_PROMPT + tokens) // 16 + 64, max_num_seqs=64, max_draft_tokens=draft_tokens,
+        grammars=grammars,
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
     said: dict[str, list[int]] = {}
     for index in range(batch):
         prompt = torch.randint(116, VOCABULARY, (_PROMPT,), generator=generator).tolist()
-        sampling = SamplingParams(max_tokens=tokens, seed=index, ignore_eos=True, **_TEXTS[text])
+        sampling = SamplingParams(max_tokens=tokens, seed=index, ignore_eos=grammars is None, **_TEXTS[text])
         engine.submit_request(EngineRequest(str(index), tuple(prompt), sampling))
         said[str(index)] = []
     started = 0.0

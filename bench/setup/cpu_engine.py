@@ -52,6 +52,7 @@ def make_cpu_engine(
         max_model_len=min(model.spec.max_model_len, num_blocks * BLOCK_SIZE),
         copier=None if host is None else make_copier(pool, host, Communicator()),
         grammars=grammars,
+        finds_forced_tokens=max_draft_tokens > 0,
     )
     return Engine(
         model.spec,
