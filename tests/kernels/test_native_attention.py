@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coatcheck.kernels.attention.paged_attention import paged_attention
+from coatcheck.kernels.kv.quantise import widen_reference
 from coatcheck.kernels.launch_check import LaunchRefused
 from tests.examples import pairwise
 from tests.kernels.attention_batch import Batch, close
@@ -44,6 +45,36 @@ def test_pools_of_any_kind_agree_with_the_reference(
     batch = Batch([(1, 1), (16, 16), (1, 257), (33, 40), (30, 100)], heads, kv_heads, dim, dtype, kv=kv)
     sinks = torch.randn(heads)
     close(batch.run(sliding_window=70, softcap=4.0, sinks=sinks), batch.reference(70, 4.0, sinks))
+    close(batch.run(), batch.reference())
+
+
+@pytest.mark.parametrize("kv", QUANTISED)
+@pytest.mark.parametrize("heads", [1, 16])
+@pytest.mark.parametrize("size", [7, 16])
+def test_every_code_of_a_value_is_exact(kv: torch.dtype, heads: int, size: int) -> None:
+    """A query of zeros over one key gives the key's value, bit for bit. Two values have all codes but FP8's NaN."""
+    batch = Batch([(1, 1), (1, 1)], heads, 1, 256, torch.float32, size, kv)
+    batch.q.zero_()
+    width = batch.cache.v_bytes.shape[-1]
+    codes = torch.arange(2 * width, dtype=torch.int32) % 256
+    if kv == torch.float8_e4m3fn:
+        codes[codes % 128 == 127] = 0
+    rows = batch.block_tables[:, 0].long()
+    batch.cache.v_bytes[rows, 0, 0] = codes.to(torch.uint8).view(batch.cache.v_bytes.dtype).view(2, width)
+    assert batch.cache.v_scales is not None
+    batch.cache.v_scales[rows] = 0.5
+    values = widen_reference(batch.cache.v_bytes[rows, 0, 0].view(kv), batch.cache.v_scales[rows, 0, 0])
+    assert torch.equal(batch.run(), values[:, None].expand(-1, heads, -1))
+
+
+@pytest.mark.parametrize("heads", [3, 16])
+def test_subnormal_fp8_keys_and_values_count(heads: int) -> None:
+    """Elements that are subnormal numbers of float8, times large scales, give what the formula gives."""
+    batch = Batch([(1, 300), (20, 90)], heads, 1, 64, torch.float32, kv=torch.float8_e4m3fn)
+    for codes, scales in ((batch.cache.k_bytes, batch.cache.k_scales), (batch.cache.v_bytes, batch.cache.v_scales)):
+        assert scales is not None
+        codes.copy_(torch.randint(8, codes.shape) + 128 * torch.randint(2, codes.shape))
+        scales.fill_(100.0)
     close(batch.run(), batch.reference())
 
 

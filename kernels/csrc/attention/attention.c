@@ -8,8 +8,10 @@
  *
  * If the instruction class has dot products of bfloat16 pairs, a word of a packed chunk is a pair (of dimensions for K,
  * of keys for V). Other elements are converted to bfloat16, which is exact for quantised ones. Otherwise a word is a
- * float32, and values are not packed: bfloat16 is widened where it is multiplied, all other elements are converted to
- * float32 before. Elements are never multiplied by scales: a key's scale multiplies its scores, a value's its weights.
+ * float32, and values are not packed: bfloat16 is widened where it is multiplied. With AVX2 quantised and float16
+ * elements are converted where they are packed or multiplied (convert.h); values of items with many rows are copied as
+ * float32. Other classes copy both. Elements are never multiplied by scales: a key's scale multiplies its scores, a
+ * value's its weights.
  */
 #include <math.h>
 

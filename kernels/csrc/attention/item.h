@@ -16,6 +16,17 @@
 #define WORD_STEP 1
 #endif
 
+/* Whether rows of quantised and float16 caches are converted where they are read (convert.h), not copied before. */
+#if defined(__AVX2__) && !HAS_DOT
+#define CONVERTS_IN_PLACE 1
+#define FP8_SCALE 256.0f         /* FP8 elements are read as their value divided by this */
+#define IN_PLACE_ROWS (2 * TILE) /* the most rows of an item whose values are converted at each use, not once */
+#else
+#define CONVERTS_IN_PLACE 0
+#define FP8_SCALE 1.0f
+#endif
+enum { INT4_HIGH = 6 }; /* a type for the second half of an INT4 row, which is in the high nibbles */
+
 #define CHUNK 64     /* keys packed at once */
 #define PART 16      /* keys that are interleaved in a packed chunk */
 #define MAX_ROPE 64
@@ -36,9 +47,10 @@ typedef struct {
  * the working memory. */
 typedef struct {
     int64_t count; /* of the chunk's keys that are read */
+    int64_t k_type, v_type; /* of the elements; those of rotary rows are of k_type */
     int64_t k_stride, v_stride, rope_stride; /* bytes from one row to the next */
     const uint8_t *k[CHUNK / PART], *v[CHUNK / PART], *rope[CHUNK / PART];
-    const uint16_t *k_scales[CHUNK / PART], *v_scales[CHUNK / PART];
+    const uint16_t *k_scales[CHUNK / PART], *v_scales[CHUNK / PART], *rope_scales[CHUNK / PART];
 } Parts;
 
 typedef struct {
@@ -65,8 +77,16 @@ typedef struct {
 INLINE int64_t row_words(int64_t dim) { return (dim / PAIR + WORD_STEP - 1) / WORD_STEP * WORD_STEP; }
 INLINE int64_t key_words(const Attention *a) { return row_words(a->cache->dim) + row_words(a->rope_dim); }
 
-/* The type of the rows that are packed. Rows of another type are converted to it. */
+/* The type of copies of rows that are not read in place. */
 INLINE int row_type(const Attention *a) { return HAS_DOT || a->cache->kind == BF16 ? BF16 : F32; }
+
+/* Whether rows are read in the cache. Half an INT4 row must be whole vectors for that. */
+INLINE int reads_in_place(const Attention *a) {
+    const int64_t kind = a->cache->kind, dim = a->cache->dim;
+    if (a->cache->block_size % PART) return 0;
+    if (kind == row_type(a)) return 1;
+    return CONVERTS_IN_PLACE && (kind != INT4 || (dim % 32 == 0 && a->rope_dim % 32 == 0));
+}
 
 #if HAS_DOT
 /* 2^x for x <= 0, with an error of 4e-6: vreduceps gives the fraction, a polynomial its power, and vscalefps scales by

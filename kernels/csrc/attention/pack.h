@@ -1,7 +1,6 @@
 /* Finds, prefetches and packs the keys, values and queries of an item. The inner loops read the packed forms. */
 #pragma once
-#include "attention/item.h"
-#include "simd/transpose.h"
+#include "attention/convert.h"
 #if HAS_DOT
 #include "simd/widen_bf16.h"
 #endif
@@ -14,6 +13,7 @@ static void find_parts(const Item *it, int64_t from, int64_t to, Parts *parts) {
     const int32_t *table = a->tables + it->seq * a->table_stride;
     parts->count = min_i64(CHUNK, to - from);
     parts->k_stride = parts->v_stride = cache->row_bytes, parts->rope_stride = a->rope_row_bytes;
+    parts->k_type = parts->v_type = cache->kind;
     for (int64_t p = 0; p < CHUNK / PART; p++) {
         /* The last part of a chunk stands for those that it lacks. */
         const int64_t key = from + min_i64(p * PART, parts->count - 1) / PART * PART;
@@ -26,6 +26,7 @@ static void find_parts(const Item *it, int64_t from, int64_t to, Parts *parts) {
         parts->k_scales[p] = cache->k_scales + id * cache->k_scales_block + row;
         parts->v_scales[p] =
             a->values_are_keys ? parts->k_scales[p] : cache->v_scales + id * cache->v_scales_block + row;
+        if (a->rope_dim) parts->rope_scales[p] = a->rope_scales + id * a->rope_scales_block + offset;
     }
 }
 
@@ -52,10 +53,17 @@ INLINE void prefetch_rest(const Attention *a, const Parts *next, int64_t p) {
     if (!a->cache->k_scales) return;
     __builtin_prefetch(next->k_scales[p], 0, 2);
     __builtin_prefetch(next->v_scales[p], 0, 2);
+    if (a->rope_dim) __builtin_prefetch(next->rope_scales[p], 0, 2);
 }
 
 #if !HAS_DOT
 INLINE void widen_as(float *to, const uint8_t *row, int64_t dim, int kind) {
+#if CONVERTS_IN_PLACE
+    if (kind != INT4 || dim % 32 == 0) {
+        convert_row(to, row, dim, kind);
+        return;
+    }
+#endif
     if (kind == INT4) {
         dim /= 2;
 #pragma omp simd
@@ -66,7 +74,7 @@ INLINE void widen_as(float *to, const uint8_t *row, int64_t dim, int kind) {
     for (int64_t i = 0; i < dim; i++) to[i] = element(row, i, kind);
 }
 
-/* Converts a row to float32, unscaled. */
+/* Converts a row to float32, unscaled; of FP8 to 1 / FP8_SCALE times that. */
 static void widen_row(void *to, const uint8_t *row, int64_t dim, int64_t kind) {
     switch (kind) {
     case F16: widen_as(to, row, dim, F16); break;
@@ -87,6 +95,18 @@ static uint8_t *copy_rows(const Attention *a, uint8_t *to, const uint8_t *rows, 
     return to;
 }
 
+/* Converts scales to float32, for the elements as the class reads them. */
+INLINE void load_scales(float *to, const uint16_t *from, int64_t count, int64_t kind) {
+    const float factor = kind == FP8 ? FP8_SCALE : 1.0f;
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) to[i] = from_f16(from[i]) * factor;
+}
+
+/* Clears the scales of keys that the chunk lacks: a weight of 0 times a scale that was never written could be NaN. */
+INLINE void clear_scales(Scratch *s, int64_t count) {
+    for (int64_t j = count; j < CHUNK; j++) s->k_scales[j] = s->v_scales[j] = s->rope_scales[j] = 0;
+}
+
 /* Copies the rows of a chunk to the working memory. */
 static void copy_chunk(const Item *it, Scratch *s, int64_t chunk, Parts *parts) {
     const Attention *a = it->a;
@@ -96,6 +116,7 @@ static void copy_chunk(const Item *it, Scratch *s, int64_t chunk, Parts *parts) 
     uint8_t *k = (uint8_t *)s->wide_k, *v = (uint8_t *)s->wide_v, *rope = (uint8_t *)s->wide_rope;
     parts->k_stride = cache->dim * element_bytes, parts->v_stride = a->value_dim * element_bytes;
     parts->rope_stride = a->rope_dim * element_bytes;
+    parts->k_type = parts->v_type = row_type(a);
     for (int64_t p = 0; p < CHUNK / PART; p++) {
         parts->k[p] = k + p * PART * parts->k_stride, parts->rope[p] = rope + p * PART * parts->rope_stride;
         parts->v[p] = a->values_are_keys ? parts->k[p] : v + p * PART * parts->v_stride;
@@ -113,24 +134,52 @@ static void copy_chunk(const Item *it, Scratch *s, int64_t chunk, Parts *parts) 
             const uint16_t *k_scales = cache->k_scales + id * cache->k_scales_block + row;
             const uint16_t *v_scales =
                 a->values_are_keys ? k_scales : cache->v_scales + id * cache->v_scales_block + row;
-            for (int64_t i = 0; i < run; i++)
-                s->k_scales[j + i] = from_f16(k_scales[i]), s->v_scales[j + i] = from_f16(v_scales[i]);
-            for (int64_t i = 0; a->rope_dim && i < run; i++)
-                s->rope_scales[j + i] = from_f16(a->rope_scales[id * a->rope_scales_block + offset + i]);
+            load_scales(s->k_scales + j, k_scales, run, cache->kind);
+            load_scales(s->v_scales + j, v_scales, run, cache->kind);
+            if (a->rope_dim)
+                load_scales(s->rope_scales + j, a->rope_scales + id * a->rope_scales_block + offset, run, cache->kind);
         }
         j += run;
     }
-    /* A weight of 0 times a scale that was never written could be NaN. */
-    for (int64_t j = parts->count; j < CHUNK; j++) s->k_scales[j] = s->v_scales[j] = s->rope_scales[j] = 0;
+    clear_scales(s, parts->count);
 }
+
+#if CONVERTS_IN_PLACE
+/* For rows that are converted in place: widens their scales, and copies values of items with many rows as float32. */
+static void prepare_chunk(const Item *it, Scratch *s, Parts *parts) {
+    const Attention *a = it->a;
+    if (a->cache->k_scales) {
+        for (int64_t p = 0; p < CHUNK / PART; p++) {
+            load_scales(s->k_scales + p * PART, parts->k_scales[p], PART, a->cache->kind);
+            load_scales(s->v_scales + p * PART, parts->v_scales[p], PART, a->cache->kind);
+            if (a->rope_dim) load_scales(s->rope_scales + p * PART, parts->rope_scales[p], PART, a->cache->kind);
+        }
+        clear_scales(s, parts->count);
+    }
+    if (it->rows <= IN_PLACE_ROWS) return;
+    uint8_t *to = (uint8_t *)s->wide_v;
+    for (int64_t j = 0; j < parts->count; j += PART) {
+        const uint8_t *rows = parts->v[j / PART];
+        parts->v[j / PART] = to;
+        to = copy_rows(a, to, rows, parts->v_stride, min_i64(PART, parts->count - j), a->value_dim);
+    }
+    parts->v_type = F32, parts->v_stride = a->value_dim * 4;
+}
+#endif
 
 /* Transposes a part of keys to words [dim / PAIR][PART], and fills up the last step of words with zeros. */
 INLINE void pack_keys(const uint8_t *rows, int64_t stride, int64_t dim, const int type, uint32_t *to) {
+#if CONVERTS_IN_PLACE
+    if (type != BF16 && type != F32) {
+        pack_converted(rows, stride, dim, type, to);
+        return;
+    }
+#endif
     const int64_t words = type == BF16 ? dim / 2 : dim; /* of 32 bits in a row */
     const int widens = type == BF16 && !HAS_DOT;        /* each pair to two words */
     for (int64_t w = 0; w < words; w += LANES)
         for (int64_t j = 0; j < PART; j += LANES) {
-            const int64_t count = min_i64(LANES, words - w);
+            const int64_t count = LANES <= 8 ? LANES : min_i64(LANES, words - w);
             Words columns[LANES];
             transpose(rows + j * stride + w * 4, stride, count, columns);
 #pragma GCC unroll 16
@@ -180,6 +229,13 @@ INLINE void pack_part(const Attention *a, Scratch *s, const Parts *parts, int64_
 }
 #endif
 
+/* Packs the cache rows and the rotary rows of part p's keys. */
+INLINE void pack_rows(const Attention *a, const Parts *parts, int64_t p, const int type, uint32_t *to,
+                      uint32_t *to_rope) {
+    pack_keys(parts->k[p], parts->k_stride, a->cache->dim, type, to);
+    if (a->rope_dim) pack_keys(parts->rope[p], parts->rope_stride, a->rope_dim, type, to_rope);
+}
+
 /* Packs the keys and values of the chunk that begins at key `chunk`. */
 static void pack(const Item *it, Scratch *s, int64_t chunk) {
     const Attention *a = it->a;
@@ -187,19 +243,27 @@ static void pack(const Item *it, Scratch *s, int64_t chunk) {
     Parts *parts = s->now;
     const Parts *next = s->next;
     const int64_t dim = cache->dim, words = key_words(a);
-    if (cache->kind != row_type(a) || cache->block_size % PART) copy_chunk(it, s, chunk, parts);
+    if (!reads_in_place(a)) copy_chunk(it, s, chunk, parts);
+#if CONVERTS_IN_PLACE
+    else if (cache->kind != row_type(a)) prepare_chunk(it, s, parts);
+#endif
     for (int64_t p = 0; p < CHUNK / PART; p++) {
         uint32_t *to = s->k + p * PART * words, *to_rope = to + row_words(dim) * PART;
         prefetch_rest(a, next, p);
         prefetch_keys(a, next, p * PART);
         if (p * PART >= parts->count) {
             memset(to, 0, words * PART * 4);
-        } else if (HAS_DOT || row_type(a) == BF16) {
-            pack_keys(parts->k[p], parts->k_stride, dim, BF16, to);
-            if (a->rope_dim) pack_keys(parts->rope[p], parts->rope_stride, a->rope_dim, BF16, to_rope);
         } else {
-            pack_keys(parts->k[p], parts->k_stride, dim, F32, to);
-            if (a->rope_dim) pack_keys(parts->rope[p], parts->rope_stride, a->rope_dim, F32, to_rope);
+            switch (HAS_DOT ? BF16 : parts->k_type) {
+            case BF16: pack_rows(a, parts, p, BF16, to, to_rope); break;
+            case F32: pack_rows(a, parts, p, F32, to, to_rope); break;
+#if CONVERTS_IN_PLACE
+            case F16: pack_rows(a, parts, p, F16, to, to_rope); break;
+            case FP8: pack_rows(a, parts, p, FP8, to, to_rope); break;
+            case INT8: pack_rows(a, parts, p, INT8, to, to_rope); break;
+            default: pack_rows(a, parts, p, INT4, to, to_rope);
+#endif
+            }
         }
         prefetch_keys(a, next, p * PART + AHEAD);
 #if HAS_DOT

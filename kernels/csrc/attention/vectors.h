@@ -57,10 +57,18 @@ INLINE void score(const int m, const int n, const Scratch *s, const uint32_t *q,
     }
 }
 
+INLINE Floats load_values(const uint8_t *row, int64_t d, const int type) {
+#if CONVERTS_IN_PLACE
+    if (type != BF16 && type != F32) return load_converted(row, d, type);
+#endif
+    return load_vector(row, d, type);
+}
+
 /* o [m][dim] = o * decay + the chunk's weights times its first `count` values, for n vectors of dimensions from d on.
  * Prefetches the same part of the next chunk's values, which are `ahead` bytes apart; 0: none. */
 INLINE void add_values(const int m, const int n, const int type, Scratch *s, int64_t row, int64_t dim, int64_t d,
                        int64_t count, const float *decay, int64_t ahead) {
+    const int64_t first_of_row = type == INT4_HIGH ? d - dim / 2 : d; /* or of the second half of a row */
     Floats acc[ACCUMULATORS];
 #pragma GCC unroll 6
     for (int i = 0; i < m; i++)
@@ -70,7 +78,7 @@ INLINE void add_values(const int m, const int n, const int type, Scratch *s, int
 #if HAS_DOT
 #define VALUES(j) load_words(s->v + t * dim + d + j * LANES)
 #else
-#define VALUES(j) ((Words)load_vector(values, d + j * LANES, type))
+#define VALUES(j) ((Words)load_values(values, first_of_row + j * LANES, type))
 #endif
     for (int64_t first = 0; first < count; first += PART) {
         const uint8_t *next = ahead ? s->next->v[first / PART] + d * ahead / dim : (const uint8_t *)s->q;
@@ -131,8 +139,15 @@ ONE_COPY float soften(const Item *it, Scratch *s, int64_t row, int64_t position,
     return decay;
 }
 
+/* As add_values, for dimensions [d, end), n vectors of them at a time. */
+INLINE void add_range(const int m, const int n, const int type, Scratch *s, int64_t row, int64_t dim, int64_t d,
+                      int64_t end, int64_t count, const float *decay, int64_t ahead) {
+    for (; d + n * LANES <= end; d += n * LANES) add_values(m, n, type, s, row, dim, d, count, decay, ahead);
+    for (; d < end; d += LANES) add_values(m, 1, type, s, row, dim, d, count, decay, ahead);
+}
+
 /* One chunk for rows [row, row + m) of the item: scores, online softmax, weighted values. */
-INLINE void attend_rows(const int m, const int type, const Item *it, Scratch *s, int64_t row, int64_t chunk) {
+INLINE void attend_rows(const int m, const Item *it, Scratch *s, int64_t row, int64_t chunk) {
     const int n = m == 1 && LANES * 8 <= CHUNK ? 8 : m * 4 <= ACCUMULATORS ? 4 : 2;
     const Attention *a = it->a;
     const int64_t dim = a->value_dim, words = key_words(a);
@@ -152,16 +167,26 @@ INLINE void attend_rows(const int m, const int type, const Item *it, Scratch *s,
         decay[i] = soften(it, s, row + i, shift + (it->row + row + i) / it->group, chunk, s->score + i * CHUNK,
                           s->rope_score + i * CHUNK, s->p + i * (CHUNK / PAIR));
     const int64_t v_ahead = a->values_are_keys ? 0 : ahead;
-    int64_t d = 0;
-    for (; d + n * LANES <= dim; d += n * LANES) add_values(m, n, type, s, row, dim, d, count, decay, v_ahead);
-    for (; d < dim; d += LANES) add_values(m, 1, type, s, row, dim, d, count, decay, v_ahead);
+#define ADD(type, from, to, n) add_range(m, n, type, s, row, dim, from, to, count, decay, v_ahead)
+    switch (HAS_DOT ? BF16 : s->now->v_type) {
+    case BF16: ADD(BF16, 0, dim, n); break;
+    case F32: ADD(F32, 0, dim, n); break;
+#if CONVERTS_IN_PLACE
+    case F16: ADD(F16, 0, dim, n); break;
+    case FP8: ADD(FP8, 0, dim, n); break;
+    case INT8: ADD(INT8, 0, dim, n); break;
+    default: {
+        /* Half a row of 64 elements has 32 of them. */
+        const int fewer = n * LANES > 32 ? 32 / LANES : n;
+        ADD(INT4, 0, dim / 2, fewer);
+        ADD(INT4_HIGH, dim / 2, dim, fewer);
+    }
+#endif
+    }
 }
 
 #define CASE(M) \
-    case M: \
-        if (HAS_DOT || row_type(it->a) == BF16) attend_rows(M, BF16, it, s, row, chunk); \
-        else attend_rows(M, F32, it, s, row, chunk); \
-        break;
+    case M: attend_rows(M, it, s, row, chunk); break;
 
 static void attend(const Item *it, Scratch *s, int64_t row, int64_t m, int64_t chunk) {
     switch (m) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }

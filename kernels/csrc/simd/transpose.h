@@ -3,10 +3,10 @@
 #include "simd/vectors.h"
 
 /* columns[c][row] = word c of the row that begins `row * stride` bytes behind `rows`, for LANES rows and the first
- * `count` columns: LANES, or half of it. */
+ * `count` columns: a multiple of 4. */
 INLINE void transpose(const uint8_t *rows, int64_t stride, int64_t count, Words columns[LANES]) {
 #if defined(__AVX512F__)
-    const __mmask16 mask = count == LANES ? 0xFFFF : 0x00FF;
+    const __mmask16 mask = (__mmask16)((1u << count) - 1);
     __m512i r[16], t[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi32(mask, rows + i * stride);
@@ -37,9 +37,9 @@ INLINE void transpose(const uint8_t *rows, int64_t stride, int64_t count, Words 
         columns[i + 12] = (Words)_mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
     }
 #elif defined(__AVX2__)
-    (void)count;
 #pragma GCC unroll 2
     for (int c = 0; c < 8; c += 4) {
+        if (c >= count) break;
         __m256 r[4], t[4];
         /* Rows i and i + 4 side by side: the rest then stays within the halves of a register. */
 #pragma GCC unroll 4
