@@ -25,12 +25,12 @@ import triton  # type: ignore[import-untyped]
 
 from coatcheck.bench.gpu_cases import all_reduce as gpu_all_reduce
 from coatcheck.bench.gpu_cases import attention as gpu_attention
-from coatcheck.bench.gpu_cases import delta as gpu_delta
 from coatcheck.bench.gpu_cases import engine as gpu_engine
 from coatcheck.bench.gpu_cases import experts as gpu_experts
 from coatcheck.bench.gpu_cases import latents as gpu_latents
 from coatcheck.bench.gpu_cases import linears as gpu_linears
 from coatcheck.bench.gpu_cases import ranks as gpu_ranks
+from coatcheck.bench.gpu_cases import recurrent as gpu_recurrent
 from coatcheck.bench.gpu_cases import rows as gpu_rows
 from coatcheck.bench.gpu_cases import steps as gpu_steps
 from coatcheck.bench.gpu_cases import tune as gpu_tune
@@ -52,7 +52,8 @@ PARTS: dict[str, Part] = {
     "w8a8": gpu_linears.w8a8,
     "experts": gpu_experts.experts,
     "latents": gpu_latents.latents,
-    "delta": gpu_delta.delta,
+    "delta": gpu_recurrent.delta,
+    "mamba": gpu_recurrent.mamba,
     "tiers": gpu_ranks.tiers,
     "all_reduce": gpu_all_reduce.all_reduce,
     "ranks": gpu_ranks.ranks,
@@ -64,7 +65,7 @@ PARTS: dict[str, Part] = {
 LIMITS = {
     "correct": 150, "decode": 120, "prefill": 120, "behind": 100,
     "rows": 80, "sampling": 80, "engine": 200, "steps": 150,
-    "linears": 90, "w8a8": 70, "experts": 90, "latents": 70, "delta": 70,
+    "linears": 90, "w8a8": 70, "experts": 90, "latents": 70, "delta": 70, "mamba": 90,
     "tiers": 80, "all_reduce": 60, "ranks": 150, "deterministic": 120, "flex": 120, "tune": 480,
 }  # fmt: skip
 # Run only if --only names them: they have no targets.

@@ -23,12 +23,13 @@ from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization,
 from coatcheck.workers.checkpoint.safetensors_headers import read_entries
 from coatcheck.workers.core.attention_selector import MODEL_TYPES_WITH_SINKS, backend_name, check_backend_model
 from coatcheck.workers.core.kv_dtype import KV_DTYPES, choose_kv_dtype
-from coatcheck.workers.core.model_spec import DeltaNetSpec, state_bytes
+from coatcheck.workers.core.model_spec import state_bytes
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.gguf.model_path import find_gguf
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.lora.adapter import Adapter
 from coatcheck.workers.model.known_architectures import check_causal, check_known
+from coatcheck.workers.model.model_rules import check_state_device
 
 BLOCK_SIZES: Final = (8, 16, 32, 64, 128)
 _DEFAULT_CONTEXT: Final = 8192
@@ -363,8 +364,10 @@ def _state_notes(settings: PlanSettings, shape: ModelShape, rank_state_bytes: in
         if num_snapshots
         else "no prefix cache: every prompt is computed from its first token",
     ]
-    if not all(isinstance(state, DeltaNetSpec) for state in shape.states):
-        notes.append("Mamba-2 and short convolutions are served only on CPUs: serve with --device cpu")
+    try:
+        check_state_device("cuda", shape.states)
+    except InvalidConfig as error:
+        notes.append(str(error))
     return notes
 
 

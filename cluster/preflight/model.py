@@ -90,7 +90,7 @@ def _check_shape(config: ServeConfig, model: ModelConfig, shape: ModelShape, voc
     for state in shape.states:
         shard.shard_state(state)
     if config.device == "cuda":
-        check_state_device(model.model_type, config.device, shape.states)
+        check_state_device(config.device, shape.states)
     if vocabulary and config.tp > 1:
         shard.vocab_rows(vocabulary)
     if config.expert_parallel:

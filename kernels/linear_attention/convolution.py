@@ -1,6 +1,6 @@
-"""The causal convolution of a gated delta net on a GPU, with its SiLU: the formula is in gated_delta_net.py.
+"""The causal convolution of gated delta nets and Mamba-2 on a GPU, with its SiLU.
 
-    y = silu(sum_j conv[j] * x[t - conv_size + 1 + j])          each channel by itself, rounded to the dtype before silu
+    y = silu(bias + sum_j conv[j] * x[t - conv_size + 1 + j])   each channel by itself, rounded to the dtype before silu
 
 Shapes: x = columns [0, channels) of qkvz [T, *], whose rows may be strided; y [T, channels], contiguous. The sequence's
 window holds the inputs before the step's first token. A program computes ROWS tokens of one sequence and BLOCK
@@ -37,16 +37,18 @@ def pick_convolution(max_query_len: int, *, batch_invariant: bool) -> Convolutio
     return ConvolutionLaunch(1, 512, 4) if max_query_len == 1 and not batch_invariant else ConvolutionLaunch(16, 128, 4)
 
 
-def convolve(qkvz: Tensor, taps: Tensor, window: Tensor, rows: StateRows, *, batch_invariant: bool) -> Tensor:
-    """y. taps: float32 [conv_size, channels]. window: [slots, conv_size - 1, channels]. The rows of padding tokens stay
-    unset."""
+def convolve(
+    qkvz: Tensor, taps: Tensor, biases: Tensor | None, window: Tensor, rows: StateRows, *, batch_invariant: bool
+) -> Tensor:
+    """y. taps: float32 [conv_size, channels]. biases: float32 [channels]. window: [slots, conv_size - 1, channels]. The
+    rows of padding tokens stay unset."""
     size, channels = taps.shape
     tokens, sequences = qkvz.shape[0], rows.slots.shape[0]
     y = torch.empty((tokens, channels), dtype=qkvz.dtype, device=qkvz.device)
     launch = pick_convolution(rows.max_query_len, batch_invariant=batch_invariant)
     grid = (count_tiles(tokens, sequences, launch.rows), triton.cdiv(channels, launch.block))
     _convolve[grid](
-        qkvz, taps, window, rows.slots, rows.seq_lens, rows.cu_seqlens, y, sequences, qkvz.stride(0), channels,
+        qkvz, taps, biases, window, rows.slots, rows.seq_lens, rows.cu_seqlens, y, sequences, qkvz.stride(0), channels,
         SIZE=size, ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.num_warps,
     )  # fmt: skip
     return y
@@ -54,7 +56,7 @@ def convolve(qkvz: Tensor, taps: Tensor, window: Tensor, rows: StateRows, *, bat
 
 @triton.jit(do_not_specialize=["slots", "seq_lens", "cu_seqlens", "sequences"])
 def _convolve(
-    qkvz, taps, window, slots, seq_lens, cu_seqlens, y, sequences, qkvz_stride, channels,
+    qkvz, taps, biases, window, slots, seq_lens, cu_seqlens, y, sequences, qkvz_stride, channels,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -70,6 +72,8 @@ def _convolve(
         inputs = qkvz + first.to(tl.int64) * qkvz_stride
         before = window + (tl.load(slots + sequence) + 1) * (SIZE - 1) * channels  # the end of the slot's rows
         sums = tl.zeros((ROWS, BLOCK), tl.float32)
+        if biases is not None:
+            sums += tl.load(biases + channel, is_column, other=0.0)[None, :]
         for tap in tl.static_range(SIZE):
             token = at + (tap - SIZE + 1)
             offset = token.to(tl.int64)[:, None]

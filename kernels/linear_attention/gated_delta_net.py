@@ -134,7 +134,7 @@ class GatedDeltaNet:
         if not len(out) or not len(rows.slots):
             return out
         min_chunked = MIN_CHUNKED if takes_chunks(qkvz.dtype, batch_invariant=self.batch_invariant) else 0
-        y = convolve(qkvz, self._taps, state.window, rows, batch_invariant=self.batch_invariant)
+        y = convolve(qkvz, self._taps, None, state.window, rows, batch_invariant=self.batch_invariant)
         assert state.matrix is not None
         inputs = (self.weights, y, qkvz, ba, state.window, state.matrix, rows, out)
         compute_tokens(*inputs, min_chunked=min_chunked)

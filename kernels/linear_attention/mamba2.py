@@ -11,8 +11,12 @@ For each token, whose row has the columns z (the gate), [x | B | C] and dt, per 
 With `norm_before_gate`, out = norm_weight * norm(y) * silu(z). Without a norm, out = y * silu(z).
 
 Shapes, with inner = heads * head_dim and channels = inner + 2 * groups * state_size: rows [T, inner + channels + heads]
-with columns z, x, B, C and dt; rows may be strided; out [T, inner]. Both forms, C and torch, compute the tokens of a
-sequence in order. So their bits depend neither on how prefill is chunked nor on other sequences.
+with columns z, x, B, C and dt; rows may be strided; out [T, inner].
+
+Implementations: C (csrc/mamba2.c), torch, and for GPUs mamba2_recurrence.py and mamba2_chunks.py. All but
+mamba2_chunks.py compute the tokens of a sequence in order. So their bits depend neither on how prefill is chunked nor
+on other sequences. mamba2_chunks.py computes prompts in bfloat16 and float16 by matrix products, unless
+`batch_invariant`. On a GPU y is rounded to the dtype before the gate and the norm.
 """
 
 from __future__ import annotations
@@ -24,8 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatcheck.kernels import native
+from coatcheck.kernels.gpu_properties import gpu_properties, uses_triton
 from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.launch_check import FLOATS, check_dtype, check_rows, check_shape, once_per_geometry, refuse
+from coatcheck.kernels.linear_attention.chunks import MIN_CHUNKED, takes_chunks
+from coatcheck.kernels.linear_attention.convolution import convolve
+from coatcheck.kernels.linear_attention.head_sizes import takes_state_size
+from coatcheck.kernels.linear_attention.mamba2_chunks import pick_scan, scan_sequences
+from coatcheck.kernels.linear_attention.mamba2_recurrence import Mamba2Weights, gate_and_norm, step_sequences
 from coatcheck.kernels.linear_attention.short_conv import Convolution
 
 
@@ -42,8 +52,10 @@ class GatedNorm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mamba2:
-    """a_log, dt_bias and skip (D in the paper): [heads]. `dt_limits`: the smallest and the largest d. Raises
-    LaunchRefused."""
+    """a_log, dt_bias and skip (D in the paper): [heads]. `dt_limits`: the smallest and the largest d, at least 0.
+
+    `batch_invariant`: on a GPU a token's bits do not depend on the rest of its step. Raises LaunchRefused.
+    """
 
     conv: Convolution
     a_log: Tensor
@@ -54,7 +66,8 @@ class Mamba2:
     groups: int
     head_dim: int
     state_size: int
-    # What the C form reads, all float32: -exp(a_log), dt_bias, skip and the norm's weight.
+    batch_invariant: bool = False
+    # What the kernels read, all float32: -exp(a_log), dt_bias, skip and the norm's weight.
     _rates: Tensor = field(init=False)
     _biases: Tensor = field(init=False)
     _skips: Tensor = field(init=False)
@@ -88,10 +101,24 @@ class Mamba2:
         return self.heads * self.head_dim
 
     @property
+    def norm_size(self) -> int:
+        """Elements of a group of the norm; 0 without a norm."""
+        return 0 if self.norm is None else self.inner // self.norm.groups
+
+    @property
     def fits_native(self) -> bool:
         """Whether the C form computes these sizes: channels, state_size and a norm group are multiples of 16."""
-        norm_size = self.inner if self.norm is None else self.inner // self.norm.groups
-        return self.conv.fits_native and self.state_size % 16 == 0 and norm_size % 16 == 0
+        sizes = (self.state_size, self.norm_size or self.inner)
+        return self.conv.fits_native and all(size % 16 == 0 for size in sizes)
+
+    @property
+    def weights(self) -> Mamba2Weights:
+        """The weights as the GPU kernels read them."""
+        before_gate, eps = (False, 0.0) if self.norm is None else (self.norm.norm_before_gate, self.norm.eps)
+        return Mamba2Weights(
+            self._rates, self._biases, self._skips, self._scales, self.groups, self.conv.weight.shape[1],
+            self.dt_limits, self.norm_size, before_gate, eps,
+        )  # fmt: skip
 
     def __call__(self, projected: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
         """out. Replaces the states in the slots of `rows`. Raises LaunchRefused."""
@@ -99,10 +126,12 @@ class Mamba2:
         rows.check(projected.device)
         state.check_shapes(self.conv.window, (self.heads, self.head_dim, self.state_size), projected)
         assert state.matrix is not None
+        if uses_triton(projected) and takes_state_size(self.state_size):
+            return self._launch(projected, state, rows)
         library = native.library_for(projected)
         if library is None or not self.fits_native:
             return self.reference(projected, state, rows)
-        tokens, norm = projected.shape[0], self.norm
+        tokens, weights = projected.shape[0], self.weights
         out = projected.new_empty((tokens, self.inner))
         inputs = out.new_empty((tokens, self.conv.channels), dtype=torch.float32)
         sums = out.new_empty((tokens, self.inner), dtype=torch.float32)
@@ -112,10 +141,25 @@ class Mamba2:
                 self._biases.data_ptr(), self._skips.data_ptr(),
                 0 if self._scales is None else self._scales.data_ptr(), state.matrix.data_ptr(), inputs.data_ptr(),
                 sums.data_ptr(), out.data_ptr(), projected.stride(0), self.heads, self.head_dim, self.groups,
-                self.state_size, 0 if norm is None else self.inner // norm.groups,
-                norm is not None and norm.norm_before_gate, *self.dt_limits, 0.0 if norm is None else norm.eps, 0.0,
+                self.state_size, weights.norm_size, weights.norm_before_gate, *self.dt_limits, weights.eps, 0.0,
             )
         )  # fmt: skip
+        return out
+
+    def _launch(self, projected: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
+        """out on a GPU. mamba2_recurrence.py computes sequences with few tokens, mamba2_chunks.py the others."""
+        out, weights = projected.new_empty((projected.shape[0], self.inner)), self.weights
+        if not len(out) or not len(rows.slots):
+            return out
+        min_chunked = MIN_CHUNKED if takes_chunks(projected.dtype, batch_invariant=self.batch_invariant) else 0
+        xbc = projected[:, self.inner : self.inner + self.conv.channels]
+        y = convolve(xbc, self.conv.taps, self.conv.biases, state.window, rows, batch_invariant=self.batch_invariant)
+        assert state.matrix is not None
+        inputs = (weights, y, projected, state.window, state.matrix, rows, out)
+        step_sequences(*inputs, min_chunked=min_chunked)
+        if min_chunked and rows.max_query_len >= min_chunked:
+            scan_sequences(*inputs, pick_scan(self.head_dim, self.state_size, gpu_properties(projected.device)))
+        gate_and_norm(weights, projected, out)
         return out
 
     def reference(self, projected: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:

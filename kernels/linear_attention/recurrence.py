@@ -118,11 +118,16 @@ def _normalised(x):
 @triton.jit
 def _log_decay(a, rate, bias, mask):
     """The log decays of the tokens, rate * softplus(a + bias). `a`: pointers. Masked tokens are computed with a = 0."""
-    x = tl.load(a, mask, other=0.0).to(tl.float32) + bias
+    return rate * _softplus(tl.load(a, mask, other=0.0).to(tl.float32) + bias)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)), exact for small exp(x)."""
     e = tl.exp(tl.minimum(x, 20.0))
     one = 1 + e
-    softplus = tl.where(one == 1, e, tl.log(one) * (e / tl.maximum(one - 1, 1e-30)))  # log(1 + e), exact for small e
-    return rate * tl.where(x > 20, x, softplus)
+    softplus = tl.where(one == 1, e, tl.log(one) * (e / tl.maximum(one - 1, 1e-30)))
+    return tl.where(x > 20, x, softplus)
 
 
 @triton.jit

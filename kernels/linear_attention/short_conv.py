@@ -6,8 +6,10 @@ For each token, with the columns b, c and x of its row, each channel by itself:
     out = c * (bias + sum_j conv[j] * u[t - conv_size + 1 + j])   the sum rounded to the dtype
 
 Shapes: rows [T, 3 * channels] with columns b, c and x; rows may be strided; out [T, channels]. The state's window holds
-the last conv_size - 1 values of u. Both forms, C and torch, compute the tokens of a sequence in order. So their bits
-depend neither on how prefill is chunked nor on other sequences.
+the last conv_size - 1 values of u.
+
+Implementations: C (csrc/short_conv.c), torch, and for GPUs gated_convolution.py. All add the taps of a token in the
+same order. So their bits depend neither on how prefill is chunked nor on other sequences.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels import native
+from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.launch_check import FLOATS, check_dtype, check_rows, check_shape, once_per_geometry, refuse
+from coatcheck.kernels.linear_attention.gated_convolution import convolve_gated
 
 _CHANNELS = 16  # the C form computes multiples of 16 channels
 
@@ -78,16 +82,21 @@ class Convolution:
 
 
 class ShortConv:
-    """LFM2's operator. `conv`: the convolution of u = b * x."""
+    """LFM2's operator. `conv`: the convolution of u = b * x. `batch_invariant`: on a GPU all steps have one launch."""
 
-    def __init__(self, conv: Convolution) -> None:
+    def __init__(self, conv: Convolution, *, batch_invariant: bool = False) -> None:
         self.conv = conv
+        self._batch_invariant = batch_invariant
 
     def __call__(self, bcx: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
         """out. Replaces the states in the slots of `rows`. Raises LaunchRefused."""
         _check(bcx, self.conv.channels)
         rows.check(bcx.device)
         state.check_shapes(self.conv.window, None, bcx)
+        if uses_triton(bcx):
+            return convolve_gated(
+                bcx, self.conv.taps, self.conv.biases, state.window, rows, batch_invariant=self._batch_invariant
+            )
         library = native.library_for(bcx)
         if library is None or not self.conv.fits_native:
             return self.reference(bcx, state, rows)

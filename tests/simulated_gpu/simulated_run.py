@@ -126,7 +126,8 @@ def check_states(runner: ModelRunner, gpu: SimulatedGpu, want: list[list[int]]) 
     have, _ = serve(runner)
     assert have == want, (have, want)
     assert set(gpu.waits) == {"event"}, set(gpu.waits)
-    assert gpu.kernels["_compute_tokens"] and runner.graphs.steps > 0, "no graph was replayed: this proves nothing"
+    is_ours = any(gpu.kernels[name] for name in ("_compute_tokens", "_step_heads", "_convolve_gated"))
+    assert is_ours and runner.graphs.steps > 0, "no graph was replayed: this proves nothing"
 
 
 @contextmanager

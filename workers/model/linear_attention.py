@@ -88,11 +88,15 @@ def _grouped_rows(groups: int, sizes: tuple[int, ...]) -> Iterator[Range]:
             yield start, start + size
 
 
-def adapt_state_layer(module: Any, spec: StateSpec, cache_index: int) -> None:
+def adapt_state_layer(module: Any, spec: StateSpec, cache_index: int, *, batch_invariant: bool) -> None:
     """Replace the forward of `module`, which has this rank's weights. `cache_index`: the index of its state in
     LayerCaches."""
-    assert isinstance(spec, ShortConvSpec | Mamba2Spec), "prepare_model leaves gated delta nets to fusion.py"
-    mixer = _read_short_conv(module) if isinstance(spec, ShortConvSpec) else _read_mamba2(module, spec)
+    mixer: ShortConv | Mamba2
+    if isinstance(spec, ShortConvSpec):
+        mixer = ShortConv(_read_convolution(module.conv), batch_invariant=batch_invariant)
+    else:
+        assert isinstance(spec, Mamba2Spec), "prepare_model leaves gated delta nets to fusion.py"
+        mixer = _read_mamba2(module, spec, batch_invariant=batch_invariant)
     module.forward = _MixerForward(module, mixer, cache_index)
 
 
@@ -115,16 +119,12 @@ class _MixerForward:
         wide: Tensor = self._module.in_proj(hidden_states)
         if self._factors is not None:
             wide = wide * self._factors
-        rows = StateRows(metadata.state_slots, metadata.seq_lens, metadata.cu_seqlens_q)
+        rows = StateRows(metadata.state_slots, metadata.seq_lens, metadata.cu_seqlens_q, metadata.max_query_len)
         out: Tensor = self._module.out_proj(self._mixer(wide[0], state, rows)[None])
         return out
 
 
-def _read_short_conv(module: Any) -> ShortConv:
-    return ShortConv(_read_convolution(module.conv))
-
-
-def _read_mamba2(module: Any, spec: Mamba2Spec) -> Mamba2:
+def _read_mamba2(module: Any, spec: Mamba2Spec, *, batch_invariant: bool) -> Mamba2:
     norm = None
     if spec.norm_size:
         norm = GatedNorm(
@@ -143,6 +143,7 @@ def _read_mamba2(module: Any, spec: Mamba2Spec) -> Mamba2:
         groups=spec.groups,
         head_dim=spec.head_dim,
         state_size=spec.state_size,
+        batch_invariant=batch_invariant,
     )
 
 

@@ -215,7 +215,7 @@ def load_model(
         dtype_name = str(prepared.dtype).removeprefix("torch.")
         if mla_shard == "tokens":
             check_mla_shard(config.model_type, any(layer.is_latent for layer in prepared.layers))
-        check_state_device(config.model_type, device.type, [state.spec for state in prepared.states])
+        check_state_device(device.type, [state.spec for state in prepared.states])
         check_backend_model(
             attention_backend,
             prepared.layers,
@@ -358,7 +358,8 @@ class TransformersBody:
         self._layers = layers
         self._cache_indices = {layer_index(causal.get_submodule(layer.module)): i for i, layer in enumerate(layers)}
         for cache_index, state in enumerate(states, len(layers)):
-            adapt_state_layer(causal.get_submodule(state.module), state.spec, cache_index)
+            module = causal.get_submodule(state.module)
+            adapt_state_layer(module, state.spec, cache_index, batch_invariant=batch_invariant)
         replace_experts(self.base, batch_invariant=batch_invariant)
         pack_linears(self.base, batch_invariant=batch_invariant, exclude=unpackable)
         replace_waiting_experts(self.base, batch_invariant=batch_invariant)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from coatcheck.kernels.linear_attention.head_sizes import MAX_STATE, fits_gpu
+from coatcheck.kernels.linear_attention.head_sizes import MAX_STATE, MAX_STATE_SIZE, fits_gpu, takes_state_size
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
 from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, Mamba2Spec, ShortConvSpec, StateSpec
@@ -198,18 +198,18 @@ def check_host_tier(architecture: str, host_kv_memory: float, *, has_states: boo
         )
 
 
-def check_state_device(model_type: str, device: str, layers: Sequence[StateSpec]) -> None:
-    """Raise InvalidConfig for layers with a state that have no GPU kernel, unless `device`, torch's device type, is
-    cpu."""
+def check_state_device(device: str, layers: Sequence[StateSpec]) -> None:
+    """Raise InvalidConfig for layers with a state whose sizes the GPU kernels do not compute, unless `device`, torch's
+    device type, is cpu."""
     for layer in layers if device != "cpu" else ():
-        if not isinstance(layer, DeltaNetSpec):
-            raise InvalidConfig(
-                f"{model_type} has layers with a convolution or a recurrence, of which GPUs compute gated delta nets "
-                "alone; set --device cpu, or choose a model with attention in every layer"
-            )
-        if not fits_gpu(layer.key_dim, layer.value_dim):
+        if isinstance(layer, DeltaNetSpec) and not fits_gpu(layer.key_dim, layer.value_dim):
             raise InvalidConfig(
                 "gated delta nets on a GPU need a linear_key_head_dim and a linear_value_head_dim that are powers of "
                 f"two from 16 on, at most {MAX_STATE} as a product (here: {layer.key_dim}, {layer.value_dim}); set "
                 "--device cpu"
+            )
+        if isinstance(layer, Mamba2Spec) and not takes_state_size(layer.state_size):
+            raise InvalidConfig(
+                f"Mamba-2 on a GPU needs a state size (mamba_d_state or ssm_state_size) that is a power of two from 16 "
+                f"to {MAX_STATE_SIZE} (here: {layer.state_size}); set --device cpu"
             )

@@ -10,7 +10,8 @@ from functools import partial
 
 import torch
 
-from tests.kernels.layers.delta_net_checks import delta_nets
+from tests.kernels.linear_attention.delta_net_checks import delta_nets
+from tests.kernels.linear_attention.state_space_checks import mamba2, short_convolutions
 from tests.kernels.triton.attention_checks import attention, batch_invariant, long, matrix, quantised
 from tests.kernels.triton.expert_checks import products, quantised_experts, routes
 from tests.kernels.triton.latent_checks import latents
@@ -42,6 +43,8 @@ BFLOAT16: dict[str, Callable[[], None]] = {
     "W8A8 experts": partial(quantised_experts, _BFLOAT16),
     "latents": partial(latents, _BFLOAT16),
     "delta nets": partial(delta_nets, _BFLOAT16),
+    "Mamba-2": partial(mamba2, _BFLOAT16),
+    "short convolutions": partial(short_convolutions, _BFLOAT16),
 }
 
 
@@ -74,6 +77,8 @@ GROUPS: dict[str, Callable[[], None]] = {
     "W8A8": quantised_activations,
     "latents": latents,
     "delta nets": delta_nets,
+    "Mamba-2": mamba2,
+    "short convolutions": short_convolutions,
     "sampling": sampling,
     "filters": filters,
     "probabilities": probabilities,

@@ -27,9 +27,10 @@ from coatcheck.kernels.layers import (
 from coatcheck.kernels.layers.quantised_rows import RowFormat
 from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.kernels.sampling import filter_floor, logprobs, penalties, sample, token_mask
-from tests.kernels.layers.delta_net_keys import DELTA_NET_KEYS, other_delta_net_keys
 from tests.kernels.layers.expert_keys import grouped, quantised_experts, w8a8_experts
 from tests.kernels.layers.linear_keys import CODES, Key, Keys, dequantised, fixed_linear, linear, row_codes, w8a8
+from tests.kernels.linear_attention.delta_net_keys import DELTA_NET_KEYS, other_delta_net_keys
+from tests.kernels.linear_attention.state_space_keys import STATE_SPACE_KEYS, other_state_space_keys
 
 
 class Pool(NamedTuple):
@@ -263,6 +264,7 @@ KEYS: dict[str, Keys] = {
     "latent": partial(latent, "short", POOLS["bf16"], 128),
     "latent_rotary": partial(latent_store, POOLS["bf16"]),
     **DELTA_NET_KEYS,
+    **STATE_SPACE_KEYS,
 }  # fmt: skip
 
 
@@ -353,6 +355,7 @@ def _others() -> Iterator[tuple[str, Keys]]:
     for name in ("int8", "int4"):
         yield f"store_quantised, 128, {name}", partial(store_quantised, 128, POOLS[name])
     yield from other_delta_net_keys()
+    yield from other_state_space_keys()
 
 
 OTHERS = dict(_others())

@@ -8,6 +8,8 @@ from coatcheck.kernels.attention.latent_tiles import pick_latent_tiles
 from coatcheck.kernels.attention.tile_launch import TileLaunch, pick_tiles
 from coatcheck.kernels.gpu_properties import GFX942, SM_80, SM_89, SM_90, SM_120, GpuProperties
 from coatcheck.kernels.layers import grouped_gemm, invariant_linear
+from coatcheck.kernels.linear_attention import mamba2_chunks, mamba2_recurrence
+from coatcheck.kernels.linear_attention.chunks import MIN_CHUNKED
 from tests.examples import pairwise
 
 
@@ -108,3 +110,20 @@ def test_a_fixed_order_depends_on_the_weight_alone(element_size: int, gpu: GpuPr
         assert units == 1 or (units * wide <= gpu.processors and columns >= invariant_linear._LEAST_UNIT)
         split = [invariant_linear.is_split(rows, 1, features, units, launch, gpu) for rows in (1, 512, 513)]
         assert split == [units > 1, units > 1 and wide * -(-512 // launch.block_m) < gpu.processors, False]
+
+
+@pytest.mark.parametrize("gpu", [SM_80, SM_89, SM_90, SM_120, GFX942])
+@pytest.mark.parametrize("state_size", [16, 64, 128, 256])
+def test_programs_of_mamba2_fit_the_registers(state_size: int, gpu: GpuProperties) -> None:
+    """Blocks are powers of two that cover a head, `tl.dot` takes them, and a thread has few elements of the state."""
+    for head_dim in (4, 16, 24, 64, 80, 128):
+        step = mamba2_recurrence.pick_recurrence(head_dim, state_size)
+        scan = mamba2_chunks.pick_scan(head_dim, state_size, gpu)
+        for size in (step.block, scan.chunk, scan.columns):
+            assert size & (size - 1) == 0
+        assert step.block * state_size <= 32 * 32 * step.num_warps
+        assert scan.columns * state_size <= 64 * 32 * scan.scan_warps
+        assert scan.columns >= 16 and scan.chunk >= MIN_CHUNKED and step.block <= scan.columns
+    for norm_size in (0, 16, 512, 1280, 8192, 16384):
+        gate = mamba2_recurrence.pick_gate(norm_size)
+        assert gate.block >= gate.size >= norm_size and gate.block <= 32 * 32 * gate.num_warps

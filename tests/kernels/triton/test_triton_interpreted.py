@@ -20,14 +20,15 @@ from coatcheck.bench.setup.max_wait import MAX_PROGRAM_SECONDS
 @pytest.mark.parametrize(
     "groups",
     [
-        "attention matrix long order elements quantised stores rows empty sampling filters penalties probabilities",
-        "sums routes products linears W8A8 'W8A8 experts' fixed packed latents 'delta nets' ranks",
+        "attention matrix long order elements quantised stores rows empty sampling filters penalties probabilities "
+        "'short convolutions'",
+        "sums routes products linears W8A8 'W8A8 experts' fixed packed latents 'delta nets' Mamba-2 ranks",
         "bfloat16",
     ],
 )
 def test_the_interpreted_kernels_agree_with_their_references(groups: str) -> None:
-    """Attention, stores, copies, norm, rotary, activation, experts, linears, gated delta nets, filters, penalties and
-    draw agree with the references."""
+    """Attention, stores, copies, norm, rotary, activation, experts, linears, layers with a state, filters, penalties
+    and draw agree with the references."""
     run(shlex.split(groups), MAX_PROGRAM_SECONDS)
 
 

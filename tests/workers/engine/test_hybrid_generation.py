@@ -282,10 +282,10 @@ def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
         model.spec.state_layers[0],
     )
     assert isinstance(layer, DeltaNetSpec)
-    check_state_device("qwen3_next", "cuda", [layer])
-    check_state_device("qwen3_next", "cpu", [replace(layer, key_dim=24)])
+    check_state_device("cuda", [layer])
+    check_state_device("cpu", [replace(layer, key_dim=24)])
     with pytest.raises(InvalidConfig, match="powers of two from 16 on, .* .here: 24, 32.; set --device cpu"):
-        check_state_device("qwen3_next", "cuda", [replace(layer, key_dim=24)])
+        check_state_device("cuda", [replace(layer, key_dim=24)])
     with pytest.raises(InvalidConfig, match="leave --host-kv-memory out"):
         check_host_tier(model.spec.architecture, config.host_kv_memory, has_states=True)
     wanted = config.max_num_seqs * model.spec.state_bytes
@@ -306,7 +306,8 @@ def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
 
 
 def test_settings_that_do_not_fit_other_kinds_of_state() -> None:
-    """Short convolutions and Mamba-2 are refused over ranks, and --deterministic for sizes that C does not compute."""
+    """Short convolutions and Mamba-2 are refused over ranks, --deterministic for sizes that C does not compute, and
+    states on a GPU for sizes that Triton's kernels do not compute."""
     conv = ShortConvSpec(0, channels=32, conv_size=3)
     mamba = Mamba2Spec(0, heads=8, head_dim=16, groups=2, state_size=32, conv_size=4, norm_size=64)
     with pytest.raises(InvalidConfig, match="tp 2 would divide Mamba-2 mixers over ranks, .*; use tp 1"):
@@ -318,6 +319,11 @@ def test_settings_that_do_not_fit_other_kinds_of_state() -> None:
         check_convolutions("lfm2", [replace(conv, conv_size=9)])
     with pytest.raises(InvalidModel, match="bamba with gelu behind its convolutions cannot be served"):
         check_mixer_activation("bamba", "gelu")
+    check_state_device("cuda", [mamba, replace(mamba, state_size=256, head_dim=80), conv, replace(conv, channels=24)])
+    for size in (8, 24, 512):
+        check_state_device("cpu", [replace(mamba, state_size=size)])
+        with pytest.raises(InvalidConfig, match=f"power of two from 16 to 256 .here: {size}.; set --device cpu"):
+            check_state_device("cuda", [replace(mamba, state_size=size)])
     check_deterministic_states([mamba, conv])
     with pytest.raises(InvalidConfig, match="multiples of 16 .here: 24, 224, 64."):
         check_deterministic_states([replace(mamba, state_size=24)])

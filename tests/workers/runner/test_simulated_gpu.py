@@ -15,7 +15,7 @@ import torch
 from coatcheck.bench.setup.max_wait import MAX_PROGRAM_SECONDS
 from coatcheck.workers.core.group_config import GroupConfig
 from tests.simulated_gpu.simulated_run import make, serve
-from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint
+from tests.workers.checkpoints import ARCHITECTURES, ONE_RANK, tiny_checkpoint
 from tests.workers.model.architectures import SERVED, write
 from tests.workers.quantised_checkpoints import FORMATS
 from tests.workers.rank_client import generate
@@ -24,6 +24,8 @@ from tests.workers.ranks import free_address
 
 full = pytest.mark.full
 _DELTA_NET_AND_ATTENTION = ["linear_attention", "full_attention"]
+# In float32 torch's product of nemotron_h's experts waits for the device.
+_WITHOUT_EXPERTS = {"nemotron-h": dict(layers_block_type=["linear_attention", "mlp", "full_attention"] * 2)}
 
 # Imports as a rank does, which saves a third of the time of the imports, then runs the module.
 _RUN = (
@@ -56,11 +58,17 @@ def test_a_rank_keeps_to_what_a_gpu_needs(tmp_path: Path, arch: str, kv_dtype: s
     assert simulated("simulated_run", str(path), kv_dtype, json.dumps(want), more)[-1] == "agreed"
 
 
-@full
-@pytest.mark.parametrize(("arch", "more"), [("qwen3-next", ""), ("qwen3.5", "deterministic")])
+@pytest.mark.parametrize(
+    ("arch", "more"),
+    [
+        pytest.param("qwen3-next", "", marks=full),
+        pytest.param("qwen3.5", "deterministic", marks=full),
+        *(pytest.param(arch, "", marks=() if arch == "falcon-h1-no-norm" else full) for arch in ONE_RANK),
+    ],
+)
 def test_a_hybrid_model_on_a_gpu(tmp_path: Path, arch: str, more: str) -> None:
-    """With Triton's kernels and graphs, whose padding has no state, gated delta nets give the CPU path's tokens."""
-    path = tiny_checkpoint(arch, tmp_path)
+    """With Triton's kernels and graphs, whose padding has no state, layers with a state give the CPU path's tokens."""
+    path = tiny_checkpoint(arch, tmp_path, **_WITHOUT_EXPERTS.get(arch, {}))
     want, _ = serve(make(path, torch.device("cpu"), "auto", deterministic=more == "deterministic"))
     assert simulated("simulated_run", str(path), "auto", json.dumps(want), "states", more)[-1] == "agreed"
 
@@ -183,7 +191,7 @@ def test_modules_of_transformers_that_waited_can_be_captured(names: tuple[str, .
 
 def test_every_family_loads_onto_a_gpu(checkpoint_directory: Path, tmp_path: Path) -> None:
     """No forward pass, also none of the probes, mixes tensors of the GPU with tensors of other devices."""
-    paths = [str(tiny_checkpoint(arch, checkpoint_directory)) for arch in ARCHITECTURES]
+    paths = [str(tiny_checkpoint(arch, checkpoint_directory)) for arch in (*ARCHITECTURES, *ONE_RANK)]
     for name in ("awq", "gptq-act-order"):
         FORMATS[name](tiny_checkpoint("llama", checkpoint_directory), tmp_path / name)
         paths.append(str(tmp_path / name))

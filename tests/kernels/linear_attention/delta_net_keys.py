@@ -23,7 +23,7 @@ def _sizes(dim: int) -> dict[str, Any]:
 def convolved(dtype: str, max_query_len: int, gpu: GpuProperties) -> Key:
     launch = convolution.pick_convolution(max_query_len, batch_invariant=False)
     arguments = f"*{dtype} *fp32 *{dtype} *i64 *i32 *i32 *{dtype} i32 i32 i32"
-    constants = dict(SIZE=_SIZE, ROWS=launch.rows, BLOCK=launch.block)
+    constants = dict(biases=None, SIZE=_SIZE, ROWS=launch.rows, BLOCK=launch.block)
     return Key(convolution._convolve, arguments, constants, launch.num_warps)
 
 

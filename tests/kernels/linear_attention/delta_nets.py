@@ -44,7 +44,7 @@ def make_inputs(net: GatedDeltaNet, tokens: int, dtype: torch.dtype, seed: int =
 
 
 def rows_of(*sequences: tuple[int, int, int]) -> StateRows:
-    """`sequences`: (slot, tokens before, tokens of the step)."""
+    """`sequences`: (slot, tokens before, tokens of the step); -1 before: padding."""
     slots, before, counts = zip(*sequences, strict=True)
     ends = torch.tensor([0, *counts]).cumsum(0)
     lens = [b + c if b >= 0 else 0 for b, c in zip(before, counts, strict=True)]

@@ -8,7 +8,7 @@ from coatcheck.kernels.kv.recurrent_state import StateRows
 from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.linear_attention.head_sizes import fits_gpu
 from coatcheck.kernels.linear_attention.step_tiles import _first_tile, count_tiles
-from tests.kernels.layers.delta_nets import make_inputs, make_net, make_state, rows_of
+from tests.kernels.linear_attention.delta_nets import make_inputs, make_net, make_state, rows_of
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="the C library is not built")
 

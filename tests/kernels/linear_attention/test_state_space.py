@@ -1,81 +1,16 @@
 """The C forms of short convolutions and of Mamba-2 beside their formulas, and what neither may depend on."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
+from coatcheck.kernels.kv.recurrent_state import RecurrentState
 from coatcheck.kernels.launch_check import LaunchRefused
-from coatcheck.kernels.linear_attention.mamba2 import GatedNorm, Mamba2
-from coatcheck.kernels.linear_attention.short_conv import Convolution, ShortConv
+from coatcheck.kernels.linear_attention.short_conv import ShortConv
+from tests.kernels.linear_attention.delta_nets import rows_of
+from tests.kernels.linear_attention.state_spaces import LAYERS, make_conv, make_inputs, make_mamba, make_state
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="the C library is not built")
-Layer = ShortConv | Mamba2
-Make = Callable[[torch.dtype], Layer]
-
-
-def draw(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def make_conv(channels: int, taps: int, dtype: torch.dtype, *, has_bias: bool = True) -> Convolution:
-    return Convolution(draw(channels, taps).to(dtype), draw(channels).to(dtype) if has_bias else None)
-
-
-def make_mamba(
-    dtype: torch.dtype, heads: int, head_dim: int, groups: int, size: int, norm: tuple[int, bool] | None
-) -> Mamba2:
-    inner = heads * head_dim
-    return Mamba2(
-        conv=make_conv(inner + 2 * groups * size, 4, dtype),
-        a_log=draw(heads),
-        dt_bias=draw(heads, seed=2).to(dtype),
-        skip=draw(heads, seed=3).to(dtype),
-        norm=norm and GatedNorm((1 + 0.1 * draw(inner)).to(dtype), 1e-5, *norm),
-        dt_limits=(0.1, 0.9),
-        groups=groups,
-        head_dim=head_dim,
-        state_size=size,
-    )
-
-
-LAYERS: dict[str, Make] = {
-    "short convolution": lambda dtype: ShortConv(make_conv(144, 3, dtype, has_bias=False)),
-    "short convolution with bias": lambda dtype: ShortConv(make_conv(32, 5, dtype)),
-    "gate, then one norm": lambda dtype: make_mamba(dtype, 4, 24, 1, 32, (1, False)),
-    "norm of groups, then gate": lambda dtype: make_mamba(dtype, 4, 16, 2, 16, (2, True)),
-    "no norm": lambda dtype: make_mamba(dtype, 3, 16, 1, 48, None),
-}
-
-
-def width_of(layer: Layer) -> int:
-    """Columns of a row."""
-    conv = layer.conv
-    return 3 * conv.channels if isinstance(layer, ShortConv) else layer.inner + conv.channels + layer.heads
-
-
-def make_state(layer: Layer, slots: int, dtype: torch.dtype) -> RecurrentState:
-    """Slots full of what an earlier sequence may have left."""
-    matrix = (layer.heads, layer.head_dim, layer.state_size) if isinstance(layer, Mamba2) else None
-    return RecurrentState(
-        torch.full((slots, *layer.conv.window), 3.0, dtype=dtype),
-        None if matrix is None else torch.full((slots, *matrix), 5.0),
-    )
-
-
-def make_inputs(layer: Layer, tokens: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return draw(tokens, width_of(layer) + 3, seed=seed).to(dtype)[:, : width_of(layer)]  # rows are strided
-
-
-def rows_of(*sequences: tuple[int, int, int]) -> StateRows:
-    """`sequences`: (slot, tokens before, tokens of the step); -1 before: padding."""
-    slots, before, counts = zip(*sequences, strict=True)
-    ends = torch.tensor([0, *counts]).cumsum(0)
-    lens = [b + c if b >= 0 else 0 for b, c in zip(before, counts, strict=True)]
-    return StateRows(torch.tensor(slots), torch.tensor(lens, dtype=torch.int32), ends.to(torch.int32))
 
 
 @needs_native

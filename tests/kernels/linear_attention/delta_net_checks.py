@@ -11,7 +11,7 @@ from coatcheck.kernels.linear_attention.chunks import MIN_CHUNKED, compute_chunk
 from coatcheck.kernels.linear_attention.convolution import convolve
 from coatcheck.kernels.linear_attention.gated_delta_net import GatedDeltaNet
 from coatcheck.kernels.linear_attention.recurrence import compute_tokens
-from tests.kernels.layers.delta_nets import make_inputs, make_net, make_state, rows_of
+from tests.kernels.linear_attention.delta_nets import make_inputs, make_net, make_state, rows_of
 from tests.kernels.triton.agreement import SENTINEL
 
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -55,7 +55,7 @@ def _launch(
     assert state.matrix is not None
     gpu = SM_90._replace(convert=1, wide_tiles=wide_tiles)
     out = torch.full((len(qkvz), net.value_heads * net.value_dim), SENTINEL, dtype=qkvz.dtype)
-    y = convolve(qkvz, net._taps, state.window, rows, batch_invariant=False)
+    y = convolve(qkvz, net._taps, None, state.window, rows, batch_invariant=False)
     inputs = (net.weights, y, qkvz, ba, state.window, state.matrix, rows, out)
     compute_tokens(*inputs, min_chunked=MIN_CHUNKED)
     compute_chunks(*inputs, pick_chunks(net.value_dim, gpu))
