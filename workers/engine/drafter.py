@@ -1,9 +1,9 @@
 """Drafter: which sequences of a decode step get draft tokens, and how many (speculative decoding).
 
 A draft token is a guess of a token that is not sampled yet. The step computes it as one more row of the batch: the
-row's input is the guess, and the row samples the token that follows. If the token sampled by the row before equals the
-guess, the guess was right and the row's own token counts too; else the row is thrown away. Every draw depends on
-(seed, choice, position) only, so a sequence gets the tokens that it would get without drafts.
+row's input is the guess, and the row samples the token after it. The row before samples the guessed token itself. If
+both are equal, the guess was right, and the sequence gets the row's token too. Else the row is thrown away. A draw
+depends on (seed, choice, position) alone, so a sequence gets the tokens that it would get without drafts.
 
 A row costs time. With R tokens expected from a step of T seconds, one more row, which takes c seconds and counts with
 probability p, raises the tokens a second if
@@ -13,6 +13,14 @@ probability p, raises the tokens a second if
 T and c are measured. p is the product of the acceptance rates of the draft tokens up to this one: after a match of m
 tokens the first has rate[m], the second rate[m + 1], and so on. Tokens that a grammar forces, such as the keys of a
 JSON schema, have a rate of their own.
+
+Measurements may be wrong: one step is slow by chance, or the sequences are longer than when T was measured. No error
+lasts:
+
+- A step is slow by chance, but not fast. A step without drafts that is much faster than T gives T its own duration.
+- A row counts as at most a sequence's share of a step, T / R. If it seems to take twice that, or if a step with drafts
+  is much faster than T, the next step has no drafts and measures T again.
+- While no draft pays, c falls and low rates rise, so that drafts are tried again.
 """
 
 from dataclasses import dataclass
@@ -22,11 +30,13 @@ from typing import Final
 from coatcheck.workers.core.prompt_lookup import FORCED, LONGEST_MATCH, NO_DRAFT, Draft, PromptLookup
 from coatcheck.workers.core.sequence import Sequence
 
-_FIRST_RATE: Final = 0.6  # acceptance rate of a match whose length has not been tried
-_FORCED_RATE: Final = 0.95  # of forced tokens at first; a model may split the same text into other tokens
+# Acceptance rates at first, by Draft.match. A model may split forced text into other tokens.
+_FIRST_RATES: Final = (0.6,) * FORCED + (0.95,)
 _RATE_WEIGHT: Final = 0.1  # of one draft token in an acceptance rate
-_RECOVERY: Final = 0.005  # the step by which a rate that is too low for drafts goes back to _FIRST_RATE
+_RATE_RECOVERY: Final = 0.005  # the part of its way back to the first rate that a rate goes in a step, if too low
+_COST_RECOVERY: Final = 0.002  # the part by which c falls in a step, if too high
 _TIME_WEIGHT: Final = 0.25  # of one step in a mean duration
+_MUCH_FASTER: Final = 0.8  # a step that takes less than this part of T is much faster than T
 _PLAIN_EVERY: Final = 32  # after this many steps with drafts comes one without, which measures T again
 
 
@@ -46,7 +56,7 @@ class Drafter:
         self.num_drafted = 0  # draft tokens since the start
         self.num_accepted = 0
         self._max_draft_tokens = max_draft_tokens
-        self._rates = [_FIRST_RATE] * FORCED + [_FORCED_RATE]  # by Draft.match
+        self._rates = list(_FIRST_RATES)  # by Draft.match
         self._plain_steps: dict[int, _PlainSteps] = {}  # by the number of sequences
         self._row_seconds = 0.0  # c
 
@@ -54,15 +64,22 @@ class Drafter:
         """Draft tokens for the sequences of a step, at most `max_rows` in all. A sequence that ends with its next token
         gets none."""
         plain = self._plain_steps.get(len(sequences))
-        if plain is None or plain.drafted_since >= _PLAIN_EVERY:
-            return [[] for _ in sequences]
-        drafts = [self._look_up(sequence) for sequence in sequences]
+        none: list[list[int]] = [[] for _ in sequences]
+        if plain is None or plain.drafted_since >= _PLAIN_EVERY or max_rows < 1:
+            return none
         row_cost = self._row_seconds / plain.seconds if plain.seconds else 0.0
+        if max(self._rates) <= len(sequences) * row_cost:  # no draft can pay, so none is looked up
+            self._row_seconds *= 1 - _COST_RECOVERY
+            return none
+        drafts = [self._look_up(sequence) for sequence in sequences]
         counts = choose_counts(drafts, self._rates, row_cost, max_rows)
-        for sequence, draft, count in zip(sequences, drafts, counts, strict=True):
+        for sequence, draft in zip(sequences, drafts, strict=True):
             sequence.draft_match = draft.match
-            if draft.match and not count:
-                self._rates[draft.match] += _RECOVERY * (_FIRST_RATE - self._rates[draft.match])
+        refused = {draft.match for draft, count in zip(drafts, counts, strict=True) if draft.match and not count}
+        for match in refused:
+            self._rates[match] += _RATE_RECOVERY * max(_FIRST_RATES[match] - self._rates[match], 0.0)
+        if refused and not any(counts):
+            self._row_seconds *= 1 - _COST_RECOVERY
         return [draft.token_ids[:count] for draft, count in zip(drafts, counts, strict=True)]
 
     def record_token(self, sequence: Sequence, *, is_accepted: bool) -> None:
@@ -74,15 +91,20 @@ class Drafter:
 
     def record_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
         """Record the duration of a step that only decoded."""
+        seconds = max(seconds, 0.0)
         plain = self._plain_steps.get(num_sequences)
         if not num_drafted:
-            before = seconds if plain is None else plain.seconds
-            self._plain_steps[num_sequences] = _PlainSteps(before + _TIME_WEIGHT * (seconds - before))
+            mean = seconds
+            if plain is not None and seconds >= _MUCH_FASTER * plain.seconds:
+                mean = plain.seconds + _TIME_WEIGHT * (seconds - plain.seconds)
+            self._plain_steps[num_sequences] = _PlainSteps(mean)
         elif plain is not None:
             self.num_drafted += num_drafted
             plain.drafted_since += 1
-            row = min(max(seconds - plain.seconds, 0.0) / num_drafted, plain.seconds)
-            self._row_seconds += _TIME_WEIGHT * (row - self._row_seconds)
+            row, share = max(seconds - plain.seconds, 0.0) / num_drafted, plain.seconds / num_sequences
+            if row > 2 * share or seconds < _MUCH_FASTER * plain.seconds:
+                plain.drafted_since = _PLAIN_EVERY
+            self._row_seconds += _TIME_WEIGHT * (min(row, share) - self._row_seconds)
 
     def _look_up(self, sequence: Sequence) -> Draft:
         room = sequence.max_len - len(sequence.token_ids) - 1
