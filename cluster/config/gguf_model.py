@@ -9,6 +9,8 @@ from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.workers.gguf.model_path import find_gguf
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from coatcheck.workers.gguf.converter import Progress
 
 
@@ -31,20 +33,22 @@ def with_converted_model(config: ServeConfig) -> ServeConfig:
 
 
 def convert_with_progress(path: Path, directory: Path, dtype: str) -> None:
-    """Convert the GGUF file `path` into `directory` and show how far that is. Raises InvalidModel."""
+    """Convert the GGUF file `path` into `directory` and show on stderr how far that is. Raises InvalidModel."""
+    from rich.console import Console
+
     from coatcheck.workers.gguf.conversion_cache import convert
 
-    with _progress_bar(f"converting {path.name}") as progress:
+    console = Console(stderr=True)
+    console.print(f"converting {path.name} to {directory}", soft_wrap=True, markup=False, highlight=False)
+    with _progress_bar(console) as progress:
         convert(path, directory, dtype, progress)
 
 
 @contextmanager
-def _progress_bar(title: str) -> Iterator["Progress"]:
-    """A progress bar on stderr, which ends without a trace. Nothing is shown if stderr is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+def _progress_bar(console: "Console") -> Iterator["Progress"]:
+    """A progress bar, which ends without a trace. Nothing is shown if the console is no terminal."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(title, total=None)
+    with Progress(BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console, transient=True) as bars:
+        task = bars.add_task("", total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)

@@ -1,7 +1,7 @@
 """The fields of config.json from a GGUF file's metadata: one function for each model family. Imports no torch.
 
 Metadata lacks some fields of the original config.json. Such a field gets the value that all published models of the
-family have, which is also what llama.cpp computes with.
+family have.
 """
 
 from collections.abc import Iterable
@@ -151,7 +151,7 @@ def starcoder2(file: GgufFile) -> Fields:
     return _sizes(file) | dict(
         norm_epsilon=file.number("attention.layer_norm_epsilon"),
         use_bias=_has(file, "blk.0.attn_q.bias"),
-        sliding_window=None,
+        sliding_window=file.count("attention.sliding_window", 4096),
         hidden_act="gelu_pytorch_tanh",
     )
 
@@ -204,6 +204,35 @@ def gpt_oss(file: GgufFile) -> Fields:
     )
     if fields["rope_parameters"]["rope_type"] == "yarn":
         fields["rope_parameters"] = dict(beta_fast=32.0, beta_slow=1.0, truncate=False) | fields["rope_parameters"]
+    return fields
+
+
+def falcon(file: GgufFile) -> Fields:
+    """Falcon's models with rotary embeddings."""
+    fields, kv_heads = _sizes(file), file.count("attention.head_count_kv", 1)
+    has_two_norms = _has(file, "blk.0.attn_norm_2.weight")
+    is_new = has_two_norms or kv_heads > 1
+    return fields | dict(
+        num_kv_heads=kv_heads,
+        ffn_hidden_size=file.tensor("blk.0.ffn_up.weight").shape[0],
+        layer_norm_epsilon=file.number("attention.layer_norm_epsilon"),
+        new_decoder_architecture=is_new,
+        num_ln_in_parallel_attn=None if not is_new else 2 if has_two_norms else 1,
+        multi_query=kv_heads == 1,
+        parallel_attn=True,
+        bias=False,
+        alibi=False,
+    )
+
+
+def minimax_m2(file: GgufFile) -> Fields:
+    fields = _sizes(file, inner=file.tensor("blk.0.ffn_up_exps.weight").shape[-2]) | dict(
+        rms_norm_eps=file.number("attention.layer_norm_rms_epsilon"),
+        head_dim=_width(file),
+        num_local_experts=file.count("expert_count"),
+        num_experts_per_tok=file.count("expert_used_count"),
+    )
+    fields["rope_parameters"]["partial_rotary_factor"] = _rotary_share(file)
     return fields
 
 

@@ -9,8 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
+
+from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.gguf import config_fields as fields
+from coatcheck.workers.gguf.block_codes import Array
 from coatcheck.workers.gguf.gguf_file import GgufFile
+
+RowOrder = Callable[[GgufFile, int], Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +26,8 @@ class Family:
     `names`: {name in GGUF: name in transformers}, without .weight and .bias, with {} for the layer; or both with their
     endings. Experts are stacked in GGUF and have a second {} in transformers.
     `plain`: names in GGUF of weights that are no linears, and so cannot stay quantised.
-    `pairs`: queries and keys whose rows GGUF orders by rotary pairs, and the metadata key of their number of heads.
+    `orders`: weights whose rows GGUF has in another order. A function returns, for the file and the number of rows,
+    which row in GGUF each row in transformers is.
     `norm_offset`: added to norms in GGUF. `transposed`: weights that transformers stores as [in, out].
     """
 
@@ -28,7 +35,7 @@ class Family:
     config: Callable[[GgufFile], dict[str, Any]]
     names: Mapping[str, str]
     plain: frozenset[str] = frozenset(("token_embd",))
-    pairs: Mapping[str, str] = field(default_factory=dict)
+    orders: Mapping[str, RowOrder] = field(default_factory=dict)
     norm_offset: float = 0.0
     transposed: frozenset[str] = frozenset()
 
@@ -43,7 +50,40 @@ MERGED: Final = (
     ("blk.{}.ffn_gate_exps", "blk.{}.ffn_up_exps"),
 )
 
-_LLAMA_PAIRS: Final = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+
+def _rotary_pairs(heads_key: str) -> RowOrder:
+    """GGUF's llama has the two rows of a rotary pair side by side, transformers has the second rows of all pairs of a
+    head behind the first ones. `heads_key`: the metadata key of the number of heads."""
+
+    def order(file: GgufFile, rows: int) -> Array:
+        heads = file.count(heads_key, file.count("attention.head_count"))
+        _check_division(file, rows, 2 * heads)
+        return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
+
+    return order
+
+
+def _falcon_groups(file: GgufFile, rows: int) -> Array:
+    """GGUF has the queries of all heads, then the keys, then the values. transformers has them by key/value head."""
+    heads = file.count("attention.head_count")
+    kv_heads = file.count("attention.head_count_kv", 1)
+    _check_division(file, rows, heads + 2 * kv_heads)
+    _check_division(file, heads, kv_heads)
+    by_head = np.arange(rows).reshape(heads + 2 * kv_heads, -1)
+    queries = by_head[:heads].reshape(kv_heads, heads // kv_heads, -1)
+    keys, values = (by_head[start : start + kv_heads, np.newaxis] for start in (heads, heads + kv_heads))
+    return np.concatenate([queries, keys, values], axis=1).ravel()
+
+
+def _check_division(file: GgufFile, count: int, parts: int) -> None:
+    if parts < 1 or count % parts:
+        raise InvalidModel(f"{file.path}: heads of attention do not divide {count} by {parts}; fetch it again")
+
+
+_LLAMA_ORDERS: Final = {
+    "attn_q": _rotary_pairs("attention.head_count"),
+    "attn_k": _rotary_pairs("attention.head_count_kv"),
+}
 
 
 def _layer(**names: str) -> dict[str, str]:
@@ -131,14 +171,39 @@ _LFM2: Final = {
     "blk.{}.shortconv.out_proj": "model.layers.{}.conv.out_proj",
 }  # fmt: skip
 
-_DENSE_LLAMA: Final = Family("llama", fields.llama, _LLAMA, pairs=_LLAMA_PAIRS)
-_MIXTURE_OF_LLAMA: Final = Family("mixtral", fields.mixtral, _ENDS | _ATTENTION | _MIXTRAL, pairs=_LLAMA_PAIRS)
+_FALCON: Final = {
+    "token_embd": "transformer.word_embeddings",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "blk.{}.attn_qkv": "transformer.h.{}.self_attention.query_key_value",
+    "blk.{}.attn_output": "transformer.h.{}.self_attention.dense",
+    "blk.{}.ffn_up": "transformer.h.{}.mlp.dense_h_to_4h",
+    "blk.{}.ffn_down": "transformer.h.{}.mlp.dense_4h_to_h",
+}
+_FALCON_ORDERS: Final = {"attn_qkv": _falcon_groups}
+# By whether layers have one norm, or one for attention and one for the MLP.
+_FALCONS: Final = {
+    False: Family(
+        "falcon",
+        fields.falcon,
+        _FALCON | {"blk.{}.attn_norm": "transformer.h.{}.input_layernorm"},
+        orders=_FALCON_ORDERS,
+    ),
+    True: Family(
+        "falcon",
+        fields.falcon,
+        _FALCON | {"blk.{}.attn_norm_2": "transformer.h.{}.ln_attn", "blk.{}.attn_norm": "transformer.h.{}.ln_mlp"},
+        orders=_FALCON_ORDERS,
+    ),
+}
+_DENSE_LLAMA: Final = Family("llama", fields.llama, _LLAMA, orders=_LLAMA_ORDERS)
+_MIXTURE_OF_LLAMA: Final = Family("mixtral", fields.mixtral, _ENDS | _ATTENTION | _MIXTRAL, orders=_LLAMA_ORDERS)
 
 # By general.architecture.
 FAMILIES: Final[Mapping[str, Family]] = {
     "llama": _DENSE_LLAMA,
-    "granite": Family("granite", fields.granite, _LLAMA, pairs=_LLAMA_PAIRS),
-    "smollm3": Family("smollm3", fields.smollm3, _LLAMA, pairs=_LLAMA_PAIRS),
+    "granite": Family("granite", fields.granite, _LLAMA, orders=_LLAMA_ORDERS),
+    "smollm3": Family("smollm3", fields.smollm3, _LLAMA, orders=_LLAMA_ORDERS),
     "qwen2": Family("qwen2", fields.qwen, _LLAMA),
     "qwen3": Family("qwen3", fields.qwen3, _LLAMA | _HEAD_NORMS),
     "qwen2moe": Family("qwen2_moe", fields.qwen2_moe, _ENDS | _ATTENTION | _EXPERTS | _SHARED_EXPERT),
@@ -170,6 +235,16 @@ FAMILIES: Final[Mapping[str, Family]] = {
         plain=frozenset(("token_embd", "position_embd", "attn_qkv", "attn_output", "ffn_up", "ffn_down")),
         transposed=frozenset(("attn_qkv", "attn_output", "ffn_up", "ffn_down")),
     ),
+    "falcon": _FALCONS[False],
+    "minimax-m2": Family(
+        "minimax_m2",
+        fields.minimax_m2,
+        _ENDS
+        | _ATTENTION
+        | _HEAD_NORMS
+        | _MIXTRAL
+        | {"blk.{}.exp_probs_b.bias": "model.layers.{}.block_sparse_moe.e_score_correction_bias"},
+    ),
     "gpt-oss": Family("gpt_oss", fields.gpt_oss, _GPT_OSS),
     "lfm2": Family("lfm2", fields.lfm2, _LFM2, plain=frozenset(("token_embd", "shortconv.conv"))),
 }
@@ -179,6 +254,8 @@ def family_of(file: GgufFile) -> Family:
     """Raises InvalidModel for an architecture that is not served from GGUF."""
     if file.architecture == "llama" and file.count("expert_count", 0) > 0:
         return _MIXTURE_OF_LLAMA
+    if file.architecture == "falcon":
+        return _FALCONS["blk.0.attn_norm_2.weight" in file.tensors]
     if file.architecture not in FAMILIES:
         raise fields.refuse_architecture(file, FAMILIES)
     return FAMILIES[file.architecture]

@@ -14,13 +14,16 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Split
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
     """`patterns`: each piece of text is split by one after the other; their matches become pieces. `splits_words`: the
-    byte-level step splits as GPT-2 does. `ignores_merges`: a piece that is a token becomes it without merges.
+    byte-level step splits as GPT-2 does. `groups_digits`: after that step each three digits of a run are a piece, where
+    the letters that stand for some bytes count as digits, as in Falcon's tokenizer.
+    `ignores_merges`: a piece that is a token becomes it without merges.
     `adds_bos`: prompts begin with the BOS token, unless the file says otherwise. `composes`: texts are normalised to
     NFC."""
 
     patterns: tuple[str, ...] = ()
     splits_digits: bool = False
     splits_words: bool = False
+    groups_digits: bool = False
     ignores_merges: bool = False
     adds_bos: bool = False
     composes: bool = False
@@ -30,6 +33,8 @@ class PreTokenizer:
         if self.splits_digits:
             steps.append(Digits(individual_digits=True))
         steps.append(ByteLevel(add_prefix_space=False, use_regex=self.splits_words))
+        if self.groups_digits:
+            steps += [Digits(individual_digits=False), Split(Regex("[0-9][0-9][0-9]"), "isolated")]
         return steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
 
 
@@ -76,11 +81,12 @@ PRE_TOKENIZERS: Final[Mapping[str, PreTokenizer]] = {
     "qwen35": PreTokenizer((_QWEN35,), composes=True),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "exaone4", "mellum", "trillion"), _GPT2),
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), _STARCODER),
-    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _GPT4O),
     "tekken": PreTokenizer((_cased_words(r"\p{N}"),), ignores_merges=True, adds_bos=True),
+    "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+",), splits_words=True, groups_digits=True),
     "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK)),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+"), splits_digits=True),
 }
 
 # Files that were written before llama.cpp stored the name: by general.architecture.
-UNNAMED: Final = {"qwen2": "qwen2", "qwen2moe": "qwen2", "gpt2": "gpt-2", "starcoder2": "starcoder"}
+UNNAMED: Final = {"qwen2": "qwen2", "qwen2moe": "qwen2", "gpt2": "gpt-2", "starcoder2": "starcoder", "falcon": "falcon"}

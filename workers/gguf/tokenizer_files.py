@@ -168,13 +168,13 @@ class Vocabulary:
 
 def _build_tokenizer(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
     tokenizer = _byte_level(file, vocabulary) if vocabulary.model == "gpt2" else _sentencepiece(vocabulary)
-    strips = file.architecture == "phi3"
+    strips = file.architecture == "phi3" and vocabulary.model == "llama"
     added = []
     for index, token in enumerate(vocabulary.tokens):
         is_special = vocabulary.is_special(index)
         if not is_special and (vocabulary.kinds[index] != TokenKind.USER_DEFINED or not token.strip(f" {_SPACE}")):
             continue  # runs of spaces, which sentencepiece's own merges make too
-        # phi3's markers swallow the spaces and line breaks that follow them.
+        # Phi 3's markers swallow the spaces and line breaks that follow them.
         is_stripped = strips and is_special and token not in ("<unk>", "<s>", "<|endoftext|>")
         added.append(AddedToken(token, rstrip=is_stripped, normalized=False, special=is_special))
     tokenizer.add_tokens(added)

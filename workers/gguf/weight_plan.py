@@ -136,12 +136,9 @@ class _Planner:
             for expert in range(experts):
                 indices = np.arange(expert * rows, (expert + 1) * rows)
                 yield self._weight(name.format(expert), tensor, leaf, shape=tensor.shape[1:], rows=indices)
-        elif leaf in self.family.pairs:
-            heads = self.file.count(self.family.pairs[leaf], self.file.count("attention.head_count"))
+        elif leaf in self.family.orders:
             column = tensor if len(tensor.shape) > 1 else replace(tensor, shape=(*tensor.shape, 1))
-            if column.rows % (2 * heads):
-                raise InvalidModel(f"{self.file.path}: {heads} heads do not divide the rows of {tensor.name}")
-            order = np.arange(column.rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
+            order = self.family.orders[leaf](self.file, column.rows)
             yield self._weight(name, column, leaf, shape=tensor.shape, rows=order)
         else:
             yield self._weight(name, tensor, leaf, shape=_shape(leaf, tensor))

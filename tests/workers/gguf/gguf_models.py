@@ -64,11 +64,20 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": (
         "gemma3", "gemma3_text", dict(head_dim=32, sliding_window=16, query_pre_attn_scalar=32, num_hidden_layers=7),
     ),
-    "starcoder2": ("starcoder2", "starcoder2", dict(use_bias=True, sliding_window=None)),
+    "starcoder2": ("starcoder2", "starcoder2", dict(use_bias=True, sliding_window=4096)),
     "stablelm": ("stablelm", "stablelm", _PLAIN_NORMS),
     "stablelm-parallel": ("stablelm", "stablelm", _PLAIN_NORMS | dict(use_parallel_residual=True)),
     "nemotron": ("nemotron", "nemotron", dict(rope_parameters=_SHARE, hidden_act="relu2")),
     "gpt2": ("gpt2", "gpt2", _GPT2),
+    "falcon": ("falcon", "falcon", dict(multi_query=True, alibi=False, num_kv_heads=1, ffn_hidden_size=512)),
+    "falcon-groups": (
+        "falcon", "falcon",
+        dict(new_decoder_architecture=True, alibi=False, num_kv_heads=2, ffn_hidden_size=512, multi_query=False),
+    ),
+    "minimax-m2": (
+        "minimax-m2", "minimax_m2",
+        dict(head_dim=64, num_local_experts=4, num_experts_per_tok=2, rope_parameters=_SHARE),
+    ),
     "gpt-oss": (
         "gpt-oss",
         "gpt_oss",
@@ -225,12 +234,13 @@ def _add_fields(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) -
     writer.add_value_length(width)
     writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope["rope_theta"])
-    if (eps := config.get("layer_norm_eps", config.get("norm_epsilon"))) is not None or arch == "nemotron":
+    names = ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
+    if (eps := next((config[key] for key in names if key in config), None)) is not None or arch == "nemotron":
         writer.add_layer_norm_eps(config["norm_eps"] if arch == "nemotron" else eps)
     else:
         writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", config.get("norm_eps")))
     writer.add_vocab_size(config["vocab_size"])
-    kv_heads = config["num_key_value_heads"]
+    kv_heads = config.get("num_kv_heads" if arch == "falcon" else "num_key_value_heads")
     if arch == "lfm2":
         writer.add_head_count_kv([kv_heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
         writer.add_shortconv_l_cache(config["conv_L_cache"])
@@ -308,7 +318,8 @@ def _write_weights(
             index = int(parts.pop(place))
             experts.setdefault(".".join(parts), {})[index] = name
             continue
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        known = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        found = names.get_name(known, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
         found += ".weight" if found.endswith("attn_sinks") else ""
         values = tensor.float().numpy()
@@ -316,6 +327,11 @@ def _write_weights(
         if arch in ("llama", "granite", "smollm3") and ("q_proj" in name or "k_proj" in name):
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             order = np.arange(len(values)).reshape(heads, 2, -1).swapaxes(1, 2).ravel()
+            values = values[order]
+        if arch == "falcon" and "query_key_value" in name:
+            groups = config["num_kv_heads"]
+            by_head = np.arange(len(values)).reshape(groups, config["num_attention_heads"] // groups + 2, -1)
+            order = np.concatenate([by_head[:, :-2].ravel(), by_head[:, -2].ravel(), by_head[:, -1].ravel()])
             values = values[order]
         is_shifted = arch in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith(
             ("norm.weight", "layernorm.weight")

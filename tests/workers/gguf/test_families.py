@@ -29,7 +29,8 @@ _UNTOLD = {"_name_or_path", "architectures", "quantization_config", "eos_token_i
 # By model: fields that are equal in effect, or that the model does not read.
 _EQUAL = {
     "llama-other-divisors": {"rope_parameters"}, "mixtral": {"head_dim"}, "gemma": {"hidden_activation"},
-    "phi3-longrope": {"rope_parameters"}, "gpt2": {"num_key_value_heads", "intermediate_size"},
+    "falcon": {"num_key_value_heads"}, "phi3-longrope": {"rope_parameters"},
+    "gpt2": {"num_key_value_heads", "intermediate_size"},
 }  # fmt: skip
 
 

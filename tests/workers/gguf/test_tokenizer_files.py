@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import pytest
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -82,6 +82,21 @@ def test_byte_level_ids_are_those_of_the_original(tmp_path: Path, pre: str, orig
     loaded = TokenizerJson.load(str(converted(tmp_path, lambda writer: add_byte_level(writer, trained(), pre))))
     assert ids_of(loaded) == ids_of(reference)
     assert [loaded.decode(ids, skip_special_tokens=False) for ids in ids_of(loaded)] == list(TEXTS)
+
+
+def test_falcon_splits_as_the_original(tmp_path: Path) -> None:
+    """By the steps of Falcon's tokenizer.json."""
+    reference = trained()
+    reference.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Punctuation("contiguous"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            pre_tokenizers.Digits(individual_digits=False),
+            pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+        ]
+    )
+    loaded = TokenizerJson.load(str(converted(tmp_path, lambda writer: add_byte_level(writer, trained(), "falcon"))))
+    assert ids_of(loaded) == [reference.encode(text, add_special_tokens=False).ids for text in TEXTS]
 
 
 def test_llama3_splits_as_the_original(tmp_path: Path) -> None:
