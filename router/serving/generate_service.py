@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Final, TypeVar
 
 from google.protobuf.message import Message
@@ -169,7 +168,6 @@ class GenerateService:
             with self._traffic.count_request(tenant):
                 admitted = self._tickets.redeem(message, tenant)
                 is_admitted = bool(admitted) and admitted == await self._off_loop(check_and_digest, message)
-                resumed_kind = self._tickets.read_kind(message.resume_ticket) if message.resume else b""
                 if not is_admitted:  # a new request, which may be refused before its prompt is tokenised
                     self._limits.charge_request(tenant)
                     self._dispatcher.require_room(tenant, tenant.effective_priority(message.priority), options.deadline)
@@ -179,8 +177,8 @@ class GenerateService:
                 self._limits.charge_tokens(tenant, prompt_tokens)
                 options.on_admitted()
                 make_detokenizer, splitter = self._make_text_stages(message, request)
-                issued_ticket = self._tickets.issue(request.digest, tenant, request.request_id, request.sampling.seed)
-                ticket = message.resume_ticket if is_admitted else issued_ticket
+                issued = self._tickets.issue(request.digest, tenant, request.request_id, request.sampling.seed)
+                ticket = message.resume_ticket if is_admitted else issued
                 relay = Relay(
                     request,
                     lifecycle,
@@ -188,8 +186,8 @@ class GenerateService:
                     self._config,
                     make_detokenizer,
                     is_admitted=is_admitted,
-                    resumed_kind=resumed_kind,
-                    make_ticket=partial(self._tickets.add_kind, ticket),
+                    resumed_kind=self._tickets.read_kind(message.resume_ticket) if message.resume else b"",
+                    make_ticket=lambda kind: self._tickets.add_kind(ticket, kind),
                 )
                 try:
                     with self._wide.reserve(request, self._vocab_size()):
@@ -396,8 +394,7 @@ class GenerateService:
         return self._groups.model
 
     def _vocab_size(self) -> int:
-        model = self._groups.model
-        return model.vocab_size if model is not None else self._tokenizer.vocab_size
+        return self._groups.model.vocab_size if self._groups.model is not None else self._tokenizer.vocab_size
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
