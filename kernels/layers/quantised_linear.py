@@ -3,26 +3,22 @@
     weight[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g],  g = k // group
 
 A program reads a tile of codes, converts it to the dtype of x in registers, which is exact, and multiplies it with a
-tile of x. The scale of a group multiplies the sums of the group's columns. Where groups are short or tiles are high, it
-multiplies the codes before the product, and they are rounded to the dtype of x. So it does if zero points may be
-fractions. The weight is the left operand, because matrix units that read an operand from registers read the left one.
-Scales are loaded one step ahead.
+tile of x. The scale of a group multiplies the sums of the group's columns. Where groups are short, tiles are high, or
+zero points may be fractions, it multiplies the codes before the product, and they are rounded to the dtype of x. The
+weight is the left operand, because matrix units that read an operand from registers read the left one. Scales are
+loaded one step ahead.
 
 Few rows make too few tiles to fill the GPU. Then the columns are divided into units (split-K): each program sums one
 unit of a tile, and the program that finishes last adds the sums of all units, in the order of the columns. So the bits
-do not depend on which program is last.
-
-linear.py multiplies more than MANY rows by a library, with the weight that `dequantise_rows` writes. With
-`batch_invariant` this kernel multiplies any number of rows. Then all tiles have one height, because the order of a sum
-may depend on it, the units do not depend on the number of rows, and beyond _SPLIT_ROWS rows one program sums all units
-of its tile.
+do not depend on which program is last. linear.py multiplies more than MANY rows by a library, with the weight that
+`dequantise_rows` writes. With `batch_invariant` this kernel multiplies any number of rows. Then all tiles have one
+height, because the order of a sum may depend on it, the units do not depend on the number of rows, and beyond
+_SPLIT_ROWS rows one program sums all units of its tile.
 
 Codes of 4 bits are stored for this kernel in runs of 2 * `step` columns: byte j of a run has column j in its lower half
 and column `step` + j in its upper half, so that each half is multiplied with consecutive columns of x. Integers have 8
 added. Scales and zero points are transposed, [groups, features]. With `order`, column k of the codes is multiplied with
-column order[k] of x.
-
-Shapes: x [rows, depth] contiguous, y [rows, features], bias [features] or None.
+column order[k] of x. Shapes: x [rows, depth] contiguous, y [rows, features], bias [features] or None.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -47,6 +43,7 @@ from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight,
 _FEW, _MEDIUM, _HIGH = 16, 64, 128  # the heights of tiles
 MANY = 256  # more rows are multiplied by a library
 _SPLIT_ROWS = 256  # with more rows, one program computes all units of a tile; this bounds the memory of the sums
+_DEQUANTISED_ROWS = 32  # of a program
 _LEAST_UNIT = 512  # columns; shorter units would write more sums than they read of the weight
 _UNIT_STEP = 256  # a unit has a multiple of this many columns; every STEP and 2 * HALF of the kernel divides it
 _MOST_TILES = 1 << 16  # the most tiles of a launch that are divided into units
@@ -125,6 +122,9 @@ def pick_launch(
         block_m, block_n, num_warps, stages, step = _HIGH, 128, 8, 4, min(step, 64)
     if w.order is not None:
         step = min(step, 64)  # the addresses of x take registers
+    if packed and gpu.convert and not gpu.wide_tiles and block_m > _FEW and element_size == 2:  # and sums of mma.sync
+        is_tight = w.order is not None or batch_invariant or (block_m == _HIGH and w.kind is CodeKind.FP4)
+        step = min(step, 32 if is_tight else 64)
     # A stage holds codes and x. Beside the stages, the converted codes of one product may pass through shared memory.
     stage = step * (block_n + (2 if packed else 1) * block_m * element_size)
     left = gpu.shared - step * block_n * element_size
@@ -200,9 +200,6 @@ def _counters(device: torch.device) -> Tensor:
     """For each tile the number of programs that have stored their sums. A launch leaves zeros. All launches of a device
     share the counters, so no two may run at once: the streams that launch them must wait for one another."""
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
-
-
-_DEQUANTISED_ROWS = 32  # of a program
 
 
 def dequantise_rows(w: Codes, first: int, out: Tensor) -> Tensor:
@@ -397,8 +394,7 @@ def _dequantise(
         low, high = _halves(code, KIND, CONVERT, dtype)
         tl.store(to, _scaled(low, scale, zeros, zero, CONVERT), has_n[:, None] & (k < depth)[None, :])
         scale, zero = _of_group(scales, zeros, start + STEP, n, has_n, features, depth, GROUP, STEP)
-        high = _scaled(high, scale, zeros, zero, CONVERT)
-        tl.store(to + STEP, high, has_n[:, None] & (k + STEP < depth)[None, :])
+        tl.store(to + STEP, _scaled(high, scale, zeros, zero, CONVERT), has_n[:, None] & (k + STEP < depth)[None, :])
     else:
         number = _widened(code, FP8 if KIND == 3 else INT8, CONVERT, dtype, True)
         tl.store(to, _scaled(number, scale, zeros, zero, CONVERT), has_n[:, None] & (k < depth)[None, :])

@@ -28,6 +28,7 @@ class Key(NamedTuple):
     constants: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    fuses: bool = True  # multiplications with additions
 
 
 CODES = (
@@ -39,26 +40,29 @@ CODES = (
 
 def linear(
     kind: CodeKind, rows: int, gpu: GpuProperties, *, dtype: str = "bf16", group: int = 128, has_zeros: bool = False,
-    is_ordered: bool = False,
+    is_ordered: bool = False, batch_invariant: bool = False,
 ) -> Key:  # fmt: skip
     """A linear of 4096 features over 4096 columns, with scales of the model's dtype, MXFP4's of bytes. `group` 0: a
-    scale for a row."""
+    scale for a row. `batch_invariant`: of the deterministic mode."""
     weight = codes(kind, dtype, group)
     if is_ordered:
         weight = weight._replace(order=weight.codes)
-    launch, step = quantised_linear.pick_launch(rows, weight, 4 if dtype == "fp32" else 2, gpu)
-    units, _ = quantised_linear.units_of(rows, weight, launch, gpu)
+    size = 4 if dtype == "fp32" else 2
+    launch, step = quantised_linear.pick_launch(rows, weight, size, gpu, batch_invariant=batch_invariant)
+    units, _ = quantised_linear.units_of(rows, weight, launch, gpu, batch_invariant=batch_invariant)
+    split = units > 1 and rows <= quantised_linear._SPLIT_ROWS
     scales = "u8" if kind is CodeKind.FP4 else dtype
     zeros, order = "*i8 " if has_zeros else "", "*i32 " if is_ordered else ""
     constants: dict[str, Any] = dict(
         KIND=int(kind), CONVERT=gpu.convert, GROUP=group, HALF=weight.step, STEP=step, BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n, PRECISION="ieee" if dtype == "fp32" else "tf32", WHOLE=units == 1, bias=None,
         **({} if has_zeros else dict(zeros=None)), **({} if is_ordered else dict(order=None)),
-        **({} if units > 1 else dict(sums=None, counters=None)),
+        **({} if split else dict(sums=None, counters=None)),
     )  # fmt: skip
-    sums = "*fp32 *i32 " if units > 1 else ""
+    sums = "*fp32 *i32 " if split else ""
     arguments = f"*{dtype} *u8 *{scales} {zeros}{order}*{dtype} {sums}i32 i32 i32 i32 i32"
-    return Key(quantised_linear._quantised_linear, arguments, constants, launch.num_warps, launch.num_stages)
+    fuses = group > 0 or not batch_invariant or dtype == "fp32"
+    return Key(quantised_linear._quantised_linear, arguments, constants, launch.num_warps, launch.num_stages, fuses)
 
 
 def dequantised(kind: CodeKind, gpu: GpuProperties, *, dtype: str = "bf16", group: int = 128) -> Key:

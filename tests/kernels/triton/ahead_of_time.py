@@ -63,7 +63,7 @@ def compiled(key: Key, target: str) -> Any:
     # The AMD backend takes one or two stages where NVIDIA's takes more.
     amd = TARGETS[target].backend == "hip"
     stages = min(key.num_stages, 2) if amd else key.num_stages
-    options = dict(num_warps=key.num_warps, num_stages=stages, enable_fp_fusion=True)
+    options = dict(num_warps=key.num_warps, num_stages=stages, enable_fp_fusion=key.fuses)
     return triton.compile(source, target=TARGETS[target], options=options)
 
 

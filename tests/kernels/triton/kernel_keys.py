@@ -310,6 +310,9 @@ def _others() -> Iterator[tuple[str, Keys]]:
         yield f"linear, int4, {count}, act-order", partial(linear, CodeKind.INT4, rows, has_zeros=True, is_ordered=True)
         yield f"linear, int4, {count}, fp32", partial(linear, CodeKind.INT4, rows, dtype="fp32")
     for rows, count in ((8, "few"), (8192, "many")):
+        for code in CodeKind:
+            key = partial(linear, code, rows, group=_GROUPS[code], batch_invariant=True)
+            yield f"linear, {code.name.lower()}, {count}, batch-invariant", key
         yield f"fixed order, {count}, fp32", partial(fixed_linear, rows, dtype="fp32")
     yield "fixed order, 16 heads", partial(fixed_linear, 8192, heads=16)
     for title, product in (("gate_up", grouped_gemm._quantised_gate_up), ("down", grouped_gemm._quantised_down)):
