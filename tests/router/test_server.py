@@ -137,8 +137,9 @@ async def test_a_call_that_ends_without_its_message_leaves_no_error_in_the_log(
         await asyncio.Event().wait()
         yield b""
 
+    name = f"/coatcheck.v1.Generation/{method}"
     for _ in range(10):
-        call = router.channel.stream_stream(f"/coatcheck.v1.Generation/{method}")(never(), timeout=0.1)
+        call = router.channel.stream_stream(name, bytes, bytes)(never(), timeout=0.1)
         with pytest.raises(grpc.aio.AioRpcError) as given_up:
             await call.read()
         assert given_up.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
