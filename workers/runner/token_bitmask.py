@@ -4,7 +4,8 @@ A sequence with a grammar has a matcher, which advances token by token. `record_
 are still being copied to the host. They are read only for the next mask, which on a GPU the host computes while the
 next step's forward pass runs.
 
-The mask of a draft token's row is that of a copy of the matcher which has consumed the draft tokens up to this one.
+A draft token's row samples the token after the draft token. Its mask comes from a copy of the matcher that has consumed
+the slot's draft tokens up to this one.
 """
 
 from __future__ import annotations
@@ -46,29 +47,45 @@ class _CpuBudget:
 
     seconds: float = _BURST_SECONDS
 
-    def spend(self, seconds: float) -> bool:
-        """Spend `seconds` for one token. Returns False if the budget is exceeded, and this token was slow itself."""
-        self.seconds = min(self.seconds + _SECONDS_PER_TOKEN, _BURST_SECONDS) - seconds
-        return self.seconds >= 0 or seconds <= _SECONDS_PER_TOKEN
+    def spend(self, seconds: float, num_tokens: int) -> bool:
+        """Spend `seconds` for `num_tokens` tokens. Returns False if the budget is exceeded, and these tokens were slow
+        themselves."""
+        earned = num_tokens * _SECONDS_PER_TOKEN
+        self.seconds = min(self.seconds + earned, max(earned, _BURST_SECONDS)) - seconds
+        return self.seconds >= 0 or seconds <= earned
 
 
 @dataclass(slots=True)
 class _Constraint:
-    """One constrained sequence. `seconds`: CPU time of matching since its last mask."""
+    """One constrained sequence. `seconds`, `num_tokens`: CPU time of matching, and tokens matched, since its last
+    mask. `finds_forced`: whether its grammar says quickly what it forces."""
 
     matcher: LLMatcher
     budget: _CpuBudget
     seconds: float = 0.0
+    num_tokens: int = 0
+    finds_forced: bool = True
 
     def consume(self, token_id: int) -> None:
         """Advance the matcher. No effect on one that has ended: a finished sequence may still have a row in flight."""
+        self.num_tokens += 1
         if not self.matcher.is_stopped():
             self.matcher.consume_token(token_id)
 
+    def find_forced(self) -> list[int]:
+        """The tokens of the text that the grammar forces next. None once that was slow, because no request asked for
+        guesses."""
+        if not self.finds_forced or self.matcher.is_stopped():
+            return []
+        started = time.thread_time()
+        forced: list[int] = self.matcher.compute_ff_tokens()
+        self.finds_forced = time.thread_time() - started <= _SECONDS_PER_TOKEN
+        return forced
+
 
 class _Unread(NamedTuple):
-    """Where the tokens of one constrained sequence are in a host copy. `place`: that of its next token. `drafts`:
-    (draft token, place of the token that follows if the draft token is right) pairs."""
+    """Where the sampled tokens of one constrained sequence are in a host copy. `place`: of its next token. `drafts`:
+    (draft token, place of the token sampled after it) pairs; that token counts only if the draft token was right."""
 
     constraint: _Constraint
     place: int
@@ -147,8 +164,7 @@ class TokenBitmasks:
     def find_forced(self, slots: Mapping[int, int]) -> dict[int, list[int]]:
         """The tokens of the text that a grammar forces next, for the rows whose grammar does. `slots`: by row."""
         self._consume_tokens()
-        constrained = {row: self._constraints[slot].matcher for row, slot in slots.items() if slot in self._constraints}
-        return {row: matcher.compute_ff_tokens() for row, matcher in constrained.items() if not matcher.is_stopped()}
+        return {row: self._constraints[slot].find_forced() for row, slot in slots.items() if slot in self._constraints}
 
     def _fill_draft_masks(
         self, rows: list[int], drafts: Sequence[DraftToken], first: int, bits: Bits
@@ -163,7 +179,7 @@ class TokenBitmasks:
         from llguidance.numpy import fill_next_token_bitmask
 
         failed: dict[int, str] = {}
-        copies: dict[int, LLMatcher | None] = {}  # by slot; None: no further row of the slot can be kept
+        copies: dict[int, LLMatcher | None] = {}  # by slot; None after a draft token that ends or breaks it
         for at, row in enumerate(rows):
             slot, _, token_id = drafts[row - first]
             if slot not in copies:
@@ -197,7 +213,7 @@ class TokenBitmasks:
         self._unread.clear()
 
     def _fill_masks(self, constraints: list[_Constraint], bits: Bits) -> dict[int, float]:
-        """Compute all masks. Return the seconds of each mask that exceeds its budget, by index."""
+        """Compute all masks. Return the seconds for a token of each sequence that exceeds its budget, by index."""
         from llguidance import LLExecutor
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
@@ -209,7 +225,7 @@ class TokenBitmasks:
             )
             self._was_slow = time.perf_counter() - started > _SLOW_SECONDS
             for constraint in constraints:
-                constraint.seconds = 0.0
+                constraint.seconds, constraint.num_tokens = 0.0, 0
             return {}
         over_budget: dict[int, float] = {}
         began = time.thread_time()
@@ -217,9 +233,10 @@ class TokenBitmasks:
             started = time.thread_time()
             fill_next_token_bitmask(constraint.matcher, bits, at)
             seconds = constraint.seconds + time.thread_time() - started
-            constraint.seconds = 0.0
-            if not constraint.budget.spend(seconds):
-                over_budget[at] = seconds
+            num_tokens = max(constraint.num_tokens, 1)
+            constraint.seconds, constraint.num_tokens = 0.0, 0
+            if not constraint.budget.spend(seconds, num_tokens):
+                over_budget[at] = seconds / num_tokens
         self._was_slow = time.thread_time() - began > _SLOW_SECONDS
         return over_budget
 

@@ -3,12 +3,13 @@
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from llguidance.numpy import fill_next_token_bitmask
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
@@ -147,6 +148,72 @@ def test_what_a_grammar_forces_is_drafted(make: Make) -> None:
     stats = drafted.stats()
     assert stats.accepted_draft_tokens > 0.5 * stats.generated_tokens
     assert stats.steps < 0.6 * plain.stats().steps
+
+
+class SlowMatcher:
+    """A matcher that takes 4.5 ms to match a token and a second to say what it forces, on the clock of the fixture."""
+
+    now = 0.0
+    num_searches = 0
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.matcher, name)
+
+    def consume_token(self, token_id: int) -> None:
+        SlowMatcher.now += 0.0045
+        self.matcher.consume_token(token_id)
+
+    def compute_ff_tokens(self) -> list[int]:
+        SlowMatcher.now += 1.0
+        SlowMatcher.num_searches += 1
+        forced: list[int] = self.matcher.compute_ff_tokens()
+        return forced
+
+
+class SlowGrammars(GrammarBackend):
+    """Grammars with slow matchers."""
+
+    def create_matcher(self, grammar_id: int, token_ids: Sequence[int] = ()) -> Any:
+        return SlowMatcher(super().create_matcher(grammar_id, token_ids))
+
+
+@pytest.fixture
+def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU time passes in slow matchers alone."""
+
+    def fill(matcher: Any, bits: Any, at: int = 0) -> None:
+        fill_next_token_bitmask(matcher.matcher if isinstance(matcher, SlowMatcher) else matcher, bits, at)
+
+    SlowMatcher.num_searches = 0
+    monkeypatch.setattr("llguidance.numpy.fill_next_token_bitmask", fill)
+    monkeypatch.setattr("coatcheck.workers.runner.token_bitmask.time.thread_time", lambda: SlowMatcher.now)
+
+
+@pytest.mark.usefixtures("slow_clock")
+def test_tokens_of_one_step_have_the_time_of_as_many_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that keeps to its budget with a token in each step keeps to it with five."""
+    request = EngineRequest("r", PROMPT, params(Grammar("regex", "(abc){60}"), max_tokens=200, n=2))
+    said = run(make(kind=SlowGrammars), request)
+    text = [*PROMPT, *said["r.0"]]
+
+    def guess(self: PromptLookup, token_ids: list[int], count: int) -> Draft:
+        return Draft(8, text[len(token_ids) : len(token_ids) + count])
+
+    monkeypatch.setattr(PromptLookup, "draft", guess)
+    engine = make(kind=SlowGrammars, drafts=4)
+    assert run(engine, request) == said
+    assert engine.stats().accepted_draft_tokens > 0.5 * engine.stats().generated_tokens
+
+
+@pytest.mark.usefixtures("slow_clock")
+def test_a_slow_search_for_forced_tokens_is_the_last(make: Make) -> None:
+    """No request asked for guesses, so a grammar that is slow to say what it forces is not asked again."""
+    request = EngineRequest("r", PROMPT, params(Grammar("regex", "(abc){20}")))
+    assert run(make(kind=SlowGrammars, drafts=4), request) == run(make(), request)
+    assert SlowMatcher.num_searches == 1
 
 
 def test_a_finished_choice_of_any_length_can_be_resumed(model: Model) -> None:
