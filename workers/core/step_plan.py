@@ -59,7 +59,7 @@ class ScheduledSequence(NamedTuple):
 
 
 class DraftToken(NamedTuple):
-    """A guess of the token at `position` of a slot (see workers/engine/drafter.py)."""
+    """`token_id` is the guess of the token at `position` of a slot (see workers/engine/drafter.py)."""
 
     slot: int
     position: int

@@ -1,5 +1,8 @@
 """A draft is what followed the latest of the longest earlier occurrences of the text's end."""
 
+from typing import Any
+
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,3 +48,20 @@ def test_new_text_has_no_draft() -> None:
     assert lookup.draft([1, 2, 3, 4], 4) == NO_DRAFT
     assert lookup.draft([1, 2, 3, 4, 2], 4) == NO_DRAFT
     assert lookup.draft([1, 2, 3, 4, 2, 3], 2) == (2, [4, 2])
+
+
+def test_a_search_of_a_long_text_compares_few_places() -> None:
+    """A text of one token has 100,000 equal places, of which only the latest are compared further."""
+    text, lookup = [7] * 100_000, PromptLookup(100_000)
+    assert lookup.draft(text, 3) == (LONGEST_MATCH, [7, 7, 7])
+    compared = 0
+
+    class Watched(np.ndarray):  # type: ignore[type-arg]
+        def __getitem__(self, key: Any) -> Any:
+            nonlocal compared
+            compared += len(key) if isinstance(key, np.ndarray) else 0
+            return super().__getitem__(key)
+
+    lookup._text = lookup._text.view(Watched)
+    assert lookup.draft(text, 3) == (LONGEST_MATCH, [7, 7, 7])
+    assert 0 < compared < 10_000
