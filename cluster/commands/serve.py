@@ -23,7 +23,7 @@ from coatcheck.cluster.preflight.architecture import check_architecture
 from coatcheck.cluster.preflight.checkpoint import check_checkpoint
 from coatcheck.cluster.preflight.download import check_download
 from coatcheck.cluster.preflight.machine import check_attention_backend, check_gpus, check_memory, check_ports
-from coatcheck.cluster.preflight.model import check_model
+from coatcheck.cluster.preflight.model import check_model, check_model_directory
 from coatcheck.cluster.ray_cluster.ray_address import find_ray
 from coatcheck.cluster.session.apply_settings import ApplySettings
 from coatcheck.cluster.session.kubernetes_events import pod_events
@@ -117,7 +117,7 @@ def _read_settings(flags: dict[str, Any], file: Path | None) -> ServeConfig:
 
 def _check_settings(settings: ServeConfig, console: Console) -> None:
     """Raises CoatcheckError for what this host or the model cannot do."""
-    settings.check_model_directory()
+    check_model_directory(settings)
     check_model(settings)
     check_adapters(settings)
     check_memory(settings)

@@ -20,10 +20,8 @@ from coatcheck.cluster.config.setting_values import (
     parse_root_path,
 )
 from coatcheck.cluster.config.settings import Settings, setting
-from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.host_port import bare_host
 from coatcheck.proto.log_lines import LogFormat
-from coatcheck.proto.model_folder import describe_other_path
 from coatcheck.proto.setting_names import Routing, ToolParserName
 from coatcheck.workers.core.attention_selector import AttentionBackendSetting
 from coatcheck.workers.core.lora_module import LoraModule
@@ -383,24 +381,6 @@ class ServeConfig(Settings):
     @property
     def group_names(self) -> list[str]:
         return group_names(self.groups)
-
-    def check_model_directory(self) -> None:
-        """Raise InvalidConfig if `model` is a path but not a checkpoint directory. A model id is not checked."""
-        path = Path(self.model).expanduser()
-        if not path.exists():
-            if self._looks_like_a_path(path):
-                raise InvalidConfig(
-                    f"model directory {self.model} does not exist; give a directory or a Hugging Face model id"
-                )
-            return
-        if not (path / "config.json").is_file():
-            raise InvalidConfig(describe_other_path(path))
-
-    def _looks_like_a_path(self, path: Path) -> bool:
-        """Whether `model` means a path. OWNER/NAME is a Hugging Face model id unless OWNER is a local directory."""
-        if path.is_absolute() or self.model.startswith(("~", ".")) or self.model.count("/") > 1:
-            return True
-        return len(path.parts) > 1 and Path(path.parts[0]).is_dir()
 
 
 def group_names(groups: int) -> list[str]:

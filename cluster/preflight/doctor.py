@@ -12,7 +12,7 @@ from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.preflight.checkpoint import check_checkpoint
 from coatcheck.cluster.preflight.host_facts import read_facts
 from coatcheck.cluster.preflight.host_report import Finding, judge_host
-from coatcheck.cluster.preflight.model import check_model
+from coatcheck.cluster.preflight.model import check_model, check_model_directory
 from coatcheck.cluster.ray_cluster.ray_address import find_ray
 from coatcheck.proto.errors import CoatcheckError
 from coatcheck.workers.core.attention_selector import AttentionBackendSetting
@@ -79,7 +79,7 @@ def _check_model(model: str, tp: int, attention_backend: str) -> str:
     if (file := find_gguf(model)) is not None:
         return f"{ModelConfig.open(model).name} can be converted from {file.name}"
     config = ServeConfig.build({"model": model, "tp": tp, "attention_backend": attention_backend})
-    config.check_model_directory()
+    check_model_directory(config)
     check_model(config)
     check_checkpoint(config)
     return f"{config.model_name} fits --tp {tp}"

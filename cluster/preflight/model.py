@@ -14,7 +14,7 @@ from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.preflight.config_json import check_config
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.proto.generation_config import end_token_ids, sampling_defaults
-from coatcheck.proto.model_folder import no_type_error
+from coatcheck.proto.model_folder import describe_other_path, no_type_error
 from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
 from coatcheck.workers.core.attention_selector import MODEL_TYPES_WITH_SINKS, check_backend_model
 from coatcheck.workers.core.group_config import is_share
@@ -45,6 +45,27 @@ _FIELDS: Final = (
 )
 # Names of the number of experts in the config.json of different model families.
 _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def check_model_directory(config: ServeConfig) -> None:
+    """Raise InvalidConfig if `model` is a path but not a checkpoint directory. A model id is not checked."""
+    path = Path(config.model).expanduser()
+    if not path.exists():
+        if _looks_like_a_path(config.model):
+            raise InvalidConfig(
+                f"model directory {config.model} does not exist; give a directory or a Hugging Face model id"
+            )
+        return
+    if not (path / "config.json").is_file():
+        raise InvalidConfig(describe_other_path(path))
+
+
+def _looks_like_a_path(model: str) -> bool:
+    """Whether `model` means a path. OWNER/NAME is a Hugging Face model id unless OWNER is a local directory."""
+    path = Path(model).expanduser()
+    if path.is_absolute() or model.startswith(("~", ".")) or model.count("/") > 1:
+        return True
+    return len(path.parts) > 1 and Path(path.parts[0]).is_dir()
 
 
 def check_model(config: ServeConfig) -> None:

@@ -60,7 +60,8 @@ def run(name: str, device: torch.device, folder: Path) -> str:
         return _compare_activations(kind, family, device, folder)
     if way in ("load", "deterministic"):
         is_fixed = way == "deterministic"
-        heads = dict(num_attention_heads=4) if is_fixed else {}  # of 16 elements, which this mode needs on CPUs
+        # Heads of 16 elements, which this mode needs on CPUs.
+        heads: dict[str, Any] = dict(num_attention_heads=4) if is_fixed else {}
         path = tiny_checkpoint(family, folder, num_hidden_layers=2, **heads, **_SIZES.get(family, {}))
         settings: dict[str, Any] = dict(quantization=kind, deterministic=is_fixed)
     else:

@@ -11,7 +11,7 @@ import coatcheck
 from coatcheck.cluster.config.gguf_model import with_converted_model
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.preflight.checkpoint import check_checkpoint
-from coatcheck.cluster.preflight.model import check_model
+from coatcheck.cluster.preflight.model import check_model, check_model_directory
 from coatcheck.proto.errors import InvalidModel
 from tests.cluster.command_line import run_here
 from tests.workers.gguf.gguf_models import write_model
@@ -39,7 +39,7 @@ def test_serve_takes_the_file_and_its_folder(models: tuple[Path, Path], cache: P
     configs = [with_converted_model(ServeConfig.build({"model": str(given)})) for given in (path, path.parent)]
     assert configs[0] == configs[1] and configs[0].model_name == "tiny-Q8_0"
     assert Path(configs[0].model).is_relative_to(cache)
-    for check in (ServeConfig.check_model_directory, check_model, check_checkpoint):
+    for check in (check_model_directory, check_model, check_checkpoint):
         check(configs[0])
     named = with_converted_model(ServeConfig.build({"model": str(path), "served_model_name": "mine"}))
     assert named.model_name == "mine"

@@ -11,7 +11,7 @@ from coatcheck.cluster.config.derived_config import router_config
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.config.setting_values import parse_memory
 from coatcheck.cluster.preflight.machine import check_memory
-from coatcheck.cluster.preflight.model import check_model
+from coatcheck.cluster.preflight.model import check_model, check_model_directory
 from coatcheck.cluster.session.serve_session import check_same_settings
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from tests.cluster.model_configs import LLAMA, write_config
@@ -195,8 +195,8 @@ def test_a_directory_is_checked_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path, message in (("none", "does not exist"), ("file", "is a file"), (".", "no config.json")):
         with pytest.raises(InvalidConfig, match=message):
-            ServeConfig(model=str(tmp_path / path)).check_model_directory()
-    ServeConfig(model="some/model").check_model_directory()
+            check_model_directory(ServeConfig(model=str(tmp_path / path)))
+    check_model_directory(ServeConfig(model="some/model"))
 
 
 def test_a_mistyped_directory_is_no_hub_id(tmp_path: Path) -> None:
@@ -204,8 +204,8 @@ def test_a_mistyped_directory_is_no_hub_id(tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
     with chdir(tmp_path):
         with pytest.raises(InvalidConfig, match="model directory demo/modle does not exist"):
-            ServeConfig(model="demo/modle").check_model_directory()
-        ServeConfig(model="other/modle").check_model_directory()
+            check_model_directory(ServeConfig(model="demo/modle"))
+        check_model_directory(ServeConfig(model="other/modle"))
 
 
 def test_home_is_found(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.sizing import Sizing
 from coatcheck.cluster.preflight.checkpoint import check_checkpoint
-from coatcheck.cluster.preflight.model import check_model
+from coatcheck.cluster.preflight.model import check_model, check_model_directory
 from coatcheck.proto.errors import CoatcheckError
 from tests.cluster import broken_models as broken
 from tests.cluster.broken_models import edit_config, whole_model, write_shard
@@ -24,7 +24,7 @@ WHOLE = "a directory with config.json and safetensors files"
 def serve(model: Path) -> None:
     """The checks of `coatcheck serve` that read the model's files."""
     config = ServeConfig.build({"model": str(model), "device": "cpu"})
-    config.check_model_directory()
+    check_model_directory(config)
     check_model(config)
     check_checkpoint(config)
 

@@ -235,12 +235,13 @@ def _add_fields(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) -
     writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope["rope_theta"])
     names = ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
-    if (eps := next((config[key] for key in names if key in config), None)) is not None or arch == "nemotron":
-        writer.add_layer_norm_eps(config["norm_eps"] if arch == "nemotron" else eps)
+    eps: Any = config["norm_eps"] if arch == "nemotron" else next((config[key] for key in names if key in config), None)
+    if eps is not None:
+        writer.add_layer_norm_eps(eps)
     else:
         writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", config.get("norm_eps")))
     writer.add_vocab_size(config["vocab_size"])
-    kv_heads = config.get("num_kv_heads" if arch == "falcon" else "num_key_value_heads")
+    kv_heads: Any = config.get("num_kv_heads" if arch == "falcon" else "num_key_value_heads")
     if arch == "lfm2":
         writer.add_head_count_kv([kv_heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
         writer.add_shortconv_l_cache(config["conv_L_cache"])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ from tests.workers.ranks import free_address
 full = pytest.mark.full
 _DELTA_NET_AND_ATTENTION = ["linear_attention", "full_attention"]
 # In float32 torch's product of nemotron_h's experts waits for the device.
-_WITHOUT_EXPERTS = {"nemotron-h": dict(layers_block_type=["linear_attention", "mlp", "full_attention"] * 2)}
+_WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
+    "nemotron-h": dict(layers_block_type=["linear_attention", "mlp", "full_attention"] * 2)
+}
 
 # Imports as a rank does, which saves a third of the time of the imports, then runs the module.
 _RUN = (
