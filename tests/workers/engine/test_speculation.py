@@ -2,14 +2,16 @@
 
 import random
 from collections.abc import Sequence
+from itertools import count
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coatcheck.workers.core.prompt_lookup import Draft, PromptLookup
+from coatcheck.workers.engine.engine import Engine
 from tests.workers.collector import Collector, make_engine, request
-from tests.workers.fake_runner import answer, next_token
+from tests.workers.fake_runner import SPEC, FakeRunner, answer, next_token
 
 
 @pytest.fixture
@@ -97,3 +99,51 @@ def test_models_with_states_have_no_drafts() -> None:
     engine, _ = make_engine(snapshots=4, drafts=2)
     engine.submit_request(request("a", [1, 2, 1, 2, 1, 2], 20))
     Collector(engine).run()
+
+
+def serve_and_move(draws: random.Random, drafts: int) -> dict[tuple[str, int], tuple[list[int], str, int | None]]:
+    """(tokens, finish reason, stop token) of each choice. Requests arrive over time and may have delivered tokens. The
+    pool is small, the host tier is slow and loses blocks."""
+    blocks, ticks, delays = draws.randint(14, 40), count(), random.Random(3)
+    runner = FakeRunner(blocks, 4, delay=lambda: delays.randrange(3))
+    runner.seconds = dict.fromkeys(runner.seconds, 1e-9)
+    engine = Engine(
+        SPEC, runner, num_blocks=blocks, block_size=4, max_num_seqs=draws.randint(1, 7), host_blocks=40,
+        max_batch_tokens=draws.choice([1, 3, 8, 64]), max_draft_tokens=drafts, clock=lambda: float(next(ticks)),
+    )  # fmt: skip
+    collected, delivered = Collector(engine), {}
+    for number in range(draws.randint(1, 9)):
+        name, prompt = f"r{number}", [*range(1, draws.randint(2, 30)), number % 3 + 1]
+        resume = {0: answer(prompt, draws.randint(1, 8), 0, 7)} if number % 3 == 0 else {}
+        wanted = request(
+            name, prompt, 10 + number, n=1 + number % 2, min_tokens=number, priority=number % 2,
+            stop_token_ids=tuple(range(number, 1000, 20)), resume={c: tuple(said) for c, said in resume.items()},
+        )  # fmt: skip
+        delivered.update({(name, choice): said for choice, said in resume.items()})
+        engine.submit_request(wanted)
+        for _ in range(draws.randint(0, 6)):
+            collected.step()
+        runner.broken |= set(list(runner.host)[::5])
+    collected.run()
+    assert engine.stats().blocks_used == 0
+    return {
+        key: ([*delivered.get(key, []), *collected.tokens[key]], str(end.finish_reason), end.stop_token_id)
+        for key, end in collected.ends.items()
+    }
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32), quality=st.sampled_from([0.0, 0.5, 0.9, 1.0]), drafts=st.integers(1, 6))
+def test_ends_and_failovers_are_those_without_drafts(seed: int, quality: float, drafts: int) -> None:
+    """Stop tokens, minimum lengths, delivered tokens, priorities, restores and corrupt blocks; no block is lost."""
+    draws = random.Random(seed)
+
+    def guess(self: PromptLookup, token_ids: Sequence[int], count: int) -> Draft:
+        text, choice = list(token_ids), draws.randrange(2)
+        while len(text) < len(token_ids) + count:
+            text.append(next_token(text, choice, 7) if draws.random() < quality else draws.randrange(1000))
+        return Draft(8, text[len(token_ids) :])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PromptLookup, "draft", guess)
+        assert serve_and_move(random.Random(seed), drafts) == serve_and_move(random.Random(seed), 0)
