@@ -2,7 +2,7 @@
 
 llama.cpp's converter renames tensors, stacks the experts of a layer, and changes values where its code computes
 otherwise than transformers': it adds 1 to the norms of Gemma, and reorders the rows of llama's queries and keys. A
-Family says how to undo that. Imports no torch.
+GgufFamily says how to undo that. Imports no torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ RowOrder = Callable[[GgufFile, int], Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class GgufFamily:
     """A model family. `model_type`: transformers' name. `config`: returns the fields of its config.json.
 
     `names`: {name in GGUF: name in transformers}, without .weight and .bias, with {} for the layer; or both with their
@@ -183,52 +183,52 @@ _FALCON: Final = {
 _FALCON_ORDERS: Final = {"attn_qkv": _falcon_groups}
 # By whether layers have one norm, or one for attention and one for the MLP.
 _FALCONS: Final = {
-    False: Family(
+    False: GgufFamily(
         "falcon",
         fields.falcon,
         _FALCON | {"blk.{}.attn_norm": "transformer.h.{}.input_layernorm"},
         orders=_FALCON_ORDERS,
     ),
-    True: Family(
+    True: GgufFamily(
         "falcon",
         fields.falcon,
         _FALCON | {"blk.{}.attn_norm_2": "transformer.h.{}.ln_attn", "blk.{}.attn_norm": "transformer.h.{}.ln_mlp"},
         orders=_FALCON_ORDERS,
     ),
 }
-_DENSE_LLAMA: Final = Family("llama", fields.llama, _LLAMA, orders=_LLAMA_ORDERS)
-_MIXTURE_OF_LLAMA: Final = Family("mixtral", fields.mixtral, _ENDS | _ATTENTION | _MIXTRAL, orders=_LLAMA_ORDERS)
+_DENSE_LLAMA: Final = GgufFamily("llama", fields.llama, _LLAMA, orders=_LLAMA_ORDERS)
+_MIXTURE_OF_LLAMA: Final = GgufFamily("mixtral", fields.mixtral, _ENDS | _ATTENTION | _MIXTRAL, orders=_LLAMA_ORDERS)
 
 # By general.architecture.
-FAMILIES: Final[Mapping[str, Family]] = {
+FAMILIES: Final[Mapping[str, GgufFamily]] = {
     "llama": _DENSE_LLAMA,
-    "granite": Family("granite", fields.granite, _LLAMA, orders=_LLAMA_ORDERS),
-    "smollm3": Family("smollm3", fields.smollm3, _LLAMA, orders=_LLAMA_ORDERS),
-    "qwen2": Family("qwen2", fields.qwen, _LLAMA),
-    "qwen3": Family("qwen3", fields.qwen3, _LLAMA | _HEAD_NORMS),
-    "qwen2moe": Family("qwen2_moe", fields.qwen2_moe, _ENDS | _ATTENTION | _EXPERTS | _SHARED_EXPERT),
-    "qwen3moe": Family("qwen3_moe", fields.qwen3_moe, _ENDS | _ATTENTION | _EXPERTS | _HEAD_NORMS),
-    "olmo2": Family(
+    "granite": GgufFamily("granite", fields.granite, _LLAMA, orders=_LLAMA_ORDERS),
+    "smollm3": GgufFamily("smollm3", fields.smollm3, _LLAMA, orders=_LLAMA_ORDERS),
+    "qwen2": GgufFamily("qwen2", fields.qwen, _LLAMA),
+    "qwen3": GgufFamily("qwen3", fields.qwen3, _LLAMA | _HEAD_NORMS),
+    "qwen2moe": GgufFamily("qwen2_moe", fields.qwen2_moe, _ENDS | _ATTENTION | _EXPERTS | _SHARED_EXPERT),
+    "qwen3moe": GgufFamily("qwen3_moe", fields.qwen3_moe, _ENDS | _ATTENTION | _EXPERTS | _HEAD_NORMS),
+    "olmo2": GgufFamily(
         "olmo2",
         fields.olmo2,
         _LLAMA
         | _HEAD_NORMS
         | _layer(post_attention_norm="post_attention_layernorm", post_ffw_norm="post_feedforward_layernorm"),
     ),
-    "phi3": Family(
+    "phi3": GgufFamily(
         "phi3",
         fields.phi3,
         _ENDS | _ATTENTION | _layer(attn_qkv="self_attn.qkv_proj", ffn_up="mlp.gate_up_proj", ffn_down="mlp.down_proj"),
     ),
-    "gemma": Family("gemma", fields.gemma, _LLAMA, norm_offset=1.0),
-    "gemma2": Family("gemma2", fields.gemma2, _LLAMA | _GEMMA_NORMS, norm_offset=1.0),
-    "gemma3": Family("gemma3_text", fields.gemma3, _LLAMA | _GEMMA_NORMS | _HEAD_NORMS, norm_offset=1.0),
-    "starcoder2": Family(
+    "gemma": GgufFamily("gemma", fields.gemma, _LLAMA, norm_offset=1.0),
+    "gemma2": GgufFamily("gemma2", fields.gemma2, _LLAMA | _GEMMA_NORMS, norm_offset=1.0),
+    "gemma3": GgufFamily("gemma3_text", fields.gemma3, _LLAMA | _GEMMA_NORMS | _HEAD_NORMS, norm_offset=1.0),
+    "starcoder2": GgufFamily(
         "starcoder2", fields.starcoder2, _ENDS | _ATTENTION | _layer(ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")
     ),
-    "stablelm": Family("stablelm", fields.stablelm, _LLAMA),
-    "nemotron": Family("nemotron", fields.nemotron, _ENDS | _ATTENTION | _PLAIN_MLP, norm_offset=1.0),
-    "gpt2": Family(
+    "stablelm": GgufFamily("stablelm", fields.stablelm, _LLAMA),
+    "nemotron": GgufFamily("nemotron", fields.nemotron, _ENDS | _ATTENTION | _PLAIN_MLP, norm_offset=1.0),
+    "gpt2": GgufFamily(
         "gpt2",
         fields.gpt2,
         _GPT2,
@@ -236,7 +236,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         transposed=frozenset(("attn_qkv", "attn_output", "ffn_up", "ffn_down")),
     ),
     "falcon": _FALCONS[False],
-    "minimax-m2": Family(
+    "minimax-m2": GgufFamily(
         "minimax_m2",
         fields.minimax_m2,
         _ENDS
@@ -245,12 +245,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
         | _MIXTRAL
         | {"blk.{}.exp_probs_b.bias": "model.layers.{}.block_sparse_moe.e_score_correction_bias"},
     ),
-    "gpt-oss": Family("gpt_oss", fields.gpt_oss, _GPT_OSS),
-    "lfm2": Family("lfm2", fields.lfm2, _LFM2, plain=frozenset(("token_embd", "shortconv.conv"))),
+    "gpt-oss": GgufFamily("gpt_oss", fields.gpt_oss, _GPT_OSS),
+    "lfm2": GgufFamily("lfm2", fields.lfm2, _LFM2, plain=frozenset(("token_embd", "shortconv.conv"))),
 }
 
 
-def family_of(file: GgufFile) -> Family:
+def family_of(file: GgufFile) -> GgufFamily:
     """Raises InvalidModel for an architecture that is not served from GGUF."""
     if file.architecture == "llama" and file.count("expert_count", 0) > 0:
         return _MIXTURE_OF_LLAMA

@@ -15,7 +15,7 @@ from gguf.constants import GGMLQuantizationType as Type
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.gguf.block_codes import FORMS, PLAIN, Array, CodeForm, can_dequantise
-from coatcheck.workers.gguf.families import MERGED, ROPE_TENSORS, Family
+from coatcheck.workers.gguf.families import MERGED, ROPE_TENSORS, GgufFamily
 from coatcheck.workers.gguf.gguf_file import GgufFile, GgufTensor
 
 # By torch's names: those of safetensors.
@@ -61,7 +61,7 @@ def choose_dtype(file: GgufFile) -> str:
     return next(name for name, stored in DTYPES.items() if stored == largest)
 
 
-def plan_weights(file: GgufFile, family: Family, dtype: str) -> list[Weight]:
+def plan_weights(file: GgufFile, family: GgufFamily, dtype: str) -> list[Weight]:
     """Every weight of the converted checkpoint. `dtype`: torch's name, for weights that are dequantised. Raises
     InvalidModel for a tensor that the family does not have, or of a type that cannot be dequantised."""
     _check_complete(file, family)
@@ -78,7 +78,7 @@ def plan_weights(file: GgufFile, family: Family, dtype: str) -> list[Weight]:
     return weights
 
 
-def _check_complete(file: GgufFile, family: Family) -> None:
+def _check_complete(file: GgufFile, family: GgufFamily) -> None:
     """Raise InvalidModel if a tensor is missing that other layers have. Layers of lfm2 differ."""
     for name in family.names:
         if not name.startswith("blk.") and name != "output":
@@ -113,7 +113,7 @@ class _Planner:
     """`dtype`: safetensors' name. `forms`: see _common_forms."""
 
     file: GgufFile
-    family: Family
+    family: GgufFamily
     dtype: str
     forms: Mapping[str, CodeForm]
 
