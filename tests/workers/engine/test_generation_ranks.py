@@ -39,17 +39,22 @@ SAMPLING = SamplingParams(
 )
 
 
-def answer(communicator: Communicator, path: Path) -> dict[str, Any] | None:
-    """Tokens and logprobs of every choice on rank 0. The other ranks carry out its plans and return nothing."""
+def load_runner(communicator: Communicator, path: Path) -> ModelRunner:
+    """One rank's runner, with a pool of 60 blocks of 8 tokens."""
     model = load_model(path, communicator=communicator, device="cpu")
     layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
     pool = allocate_kv_pool(layout, 60, torch.device("cpu"))
-    runner = ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=256)
+    return ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=256)
+
+
+def answer(communicator: Communicator, path: Path) -> dict[str, Any] | None:
+    """Tokens and logprobs of every choice on rank 0. The other ranks carry out its plans and return nothing."""
+    runner = load_runner(communicator, path)
     if communicator.rank:
         follow_driver(runner, communicator)
         return None
     group = TpRunner(runner, communicator)
-    said, _ = run(model, group)
+    said, _ = run(runner.model, group)
     group.stop_followers()
     return said
 
@@ -74,15 +79,12 @@ def run(model: Model, runner: Runner, max_draft_tokens: int = 0) -> tuple[dict[s
 
 def answer_with_drafts(communicator: Communicator, path: Path) -> tuple[Any, ...] | None:
     """What ranks say without drafts and with them, and the counts of drafts. Every third guess is wrong."""
-    model = load_model(path, communicator=communicator, device="cpu")
-    layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
-    pool = allocate_kv_pool(layout, 60, torch.device("cpu"))
-    runner = ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=256)
+    runner = load_runner(communicator, path)
     if communicator.rank:
         follow_driver(runner, communicator)
         return None
     group = TpRunner(runner, communicator)
-    plain, _ = run(model, group)
+    plain, _ = run(runner.model, group)
     texts = [PROMPTS[int(key[1])] + tokens for key, (tokens, _) in plain.items()]
 
     def guess(self: PromptLookup, token_ids: list[int], count: int) -> Draft:
@@ -93,7 +95,7 @@ def answer_with_drafts(communicator: Communicator, path: Path) -> tuple[Any, ...
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PromptLookup, "draft", guess)
-        drafted, stats = run(model, group, 3)
+        drafted, stats = run(runner.model, group, 3)
     group.stop_followers()
     return plain, drafted, stats.draft_tokens, stats.accepted_draft_tokens
 

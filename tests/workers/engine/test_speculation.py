@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coatcheck.workers.core.model_spec import ShortConvSpec
 from coatcheck.workers.core.prompt_lookup import Draft, PromptLookup
 from coatcheck.workers.engine.engine import Engine
 from tests.workers.collector import Collector, make_engine, request
@@ -94,11 +96,20 @@ def test_a_pipelined_engine_has_no_drafts() -> None:
         make_engine(depth=1, drafts=2)
 
 
+@pytest.mark.usefixtures("guesses")
 def test_models_with_states_have_no_drafts() -> None:
-    """States cannot be taken back after a wrong guess."""
-    engine, _ = make_engine(snapshots=4, drafts=2)
-    engine.submit_request(request("a", [1, 2, 1, 2, 1, 2], 20))
-    Collector(engine).run()
+    """States cannot be taken back after a wrong guess. The same requests have drafts without states."""
+    drafted = []
+    for state_layers in ((), (ShortConvSpec(0, 8, 3),)):
+        spec, runner = replace(SPEC, state_layers=state_layers), FakeRunner(40, 4, keeps_states=bool(state_layers))
+        engine = Engine(
+            spec, runner, num_blocks=40, block_size=4, max_num_seqs=8, max_draft_tokens=2,
+            num_snapshots=4 * len(state_layers),
+        )  # fmt: skip
+        engine.submit_request(request("a", [*range(1, 20)], 30))
+        Collector(engine).run()
+        drafted.append(engine.stats().draft_tokens)
+    assert drafted[0] > 0 and drafted[1] == 0
 
 
 def serve_and_move(draws: random.Random, drafts: int) -> dict[tuple[str, int], tuple[list[int], str, int | None]]:
