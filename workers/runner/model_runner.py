@@ -301,8 +301,9 @@ class ModelRunner:
         failed_rows = {sampled[r]: reason for r, reason in failed.items()}
         step = DeviceStep(len(rows), sampled, host_copy, logprobs, prompt_logprobs, failed=failed_rows)
         if self._finds_forced_tokens:
-            planned = dict(zip(sampled, slots, strict=True)) if not drafts else dict(enumerate(slots[: -len(drafts)]))
-            step.find_forced = partial(self._bitmasks.find_forced, planned)
+            planned = len(slots) - len(drafts)
+            slot_of = dict(zip(sampled[:planned], slots[:planned], strict=True))
+            step.find_forced = partial(self._bitmasks.find_forced, slot_of)
         return step
 
     def _apply_bitmasks(self, logits: Tensor, slots: list[int], drafts: list[DraftToken]) -> dict[int, str]:
