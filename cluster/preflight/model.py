@@ -53,7 +53,8 @@ def check_model_directory(config: ServeConfig) -> None:
     if not path.exists():
         if _looks_like_a_path(config.model):
             raise InvalidConfig(
-                f"model directory {config.model} does not exist; give a directory or a Hugging Face model id"
+                f"model directory {config.model} does not exist; give a directory, a GGUF file or a Hugging Face model "
+                "id"
             )
         return
     if not (path / "config.json").is_file():

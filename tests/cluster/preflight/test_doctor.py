@@ -32,4 +32,4 @@ def test_a_model_that_cannot_be_served(tmp_path: Path) -> None:
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     index = next(number for number, line in enumerate(lines) if line.startswith("error   model: model directory"))
-    assert lines[index + 1] == "        give a directory or a Hugging Face model id"
+    assert lines[index + 1] == "        give a directory, a GGUF file or a Hugging Face model id"
