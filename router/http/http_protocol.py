@@ -49,6 +49,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._linger_timer: asyncio.TimerHandle | None = None
         self._state_timer: asyncio.TimerHandle | None = None
         self._is_half_closed = False
+        self._waiting_refusal = b""  # sent after the responses to the requests before it
         # The request that is answered now, or was answered last. `cycle`, uvicorn's field, is the request that was
         # received last.
         self._running: RequestResponseCycle | None = None
@@ -83,21 +84,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         running = self._running
         if running is None or running.response_complete or running.response_started:
             return False
-        if self.pipeline and self.cycle.more_body:  # the last request stays incomplete; those before it are answered
-            self.pipeline.popleft()
-            self.cycle = self.pipeline[0][0] if self.pipeline else running
+        if self.pipeline and self.cycle.more_body:
+            self._drop_last_request(running)
         if self.cycle.more_body:
             return False
         if self.scheme == "https":  # asyncio's TLS cannot half-close
             return False
         self._stop_head_timer()
-        self.cycle.keep_alive = False
+        if not self._waiting_refusal:
+            self.cycle.keep_alive = False
         self.transport.write(b"H")
         transport: Any = _WithoutFirstByte(self.transport)
         running.transport = transport
         self._is_half_closed = True
         self._start_state_timer()
         return True
+
+    def _drop_last_request(self, running: RequestResponseCycle) -> None:
+        """Forgets the request that was received last, whose body stays incomplete. Those before it are answered."""
+        self.pipeline.popleft()
+        self.cycle = self.pipeline[0][0] if self.pipeline else running
 
     def _start_state_timer(self) -> None:
         if self._state_timer is None:
@@ -118,7 +124,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parses; declines upgrades to HTTP/2; drops what a refused client still sends."""
-        if self._linger_timer is not None:
+        if self._is_refused:
             return
         self._unset_keepalive_if_required()
         try:
@@ -127,7 +133,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("")
-        if self.transport.is_closing() or self._linger_timer is not None:
+        if self.transport.is_closing() or self._is_refused:
             return
         if self._in_head or not self._is_answering:  # otherwise the data is part of a body
             self._start_head_timer()
@@ -161,10 +167,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._running = self.cycle
 
     def on_response_complete(self) -> None:
-        """Starts the next request that waits."""
-        if self.pipeline and not self.transport.is_closing():
+        """Starts the next request that waits. After the last one, sends the refusal that waits."""
+        has_next = bool(self.pipeline)
+        if has_next and not self.transport.is_closing():
             self._running = self.pipeline[-1][0]
         super().on_response_complete()
+        if self._waiting_refusal and not has_next and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._close_with(self._waiting_refusal)
 
     def on_message_complete(self) -> None:
         if not self._is_upgrade_declined:
@@ -193,6 +203,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def _is_refused(self) -> bool:
+        return bool(self._waiting_refusal) or self._linger_timer is not None
+
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self.head_seconds, self._head_is_late)
@@ -215,25 +229,36 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: int, reason: str, message: str) -> None:
-        """Responds with an error, unless a response is being sent or an earlier request is being answered, and closes
-        the connection."""
+        """Responds with an error and closes the connection. Requests that were received before the refused one are
+        answered first."""
         self._stop_head_timer()
         self._on_refused(reason)
-        if self._is_answering and not (self.cycle.response_started or self.pipeline or self._in_head):
-            # The request's body cannot be read: the application sees a disconnect, and its response is dropped.
+        body = bytes(error_response(report_refusal(status, message)).body)
+        head = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        refusal = head % (status, _REASONS[status], len(body)) + body
+        is_in_body = self._is_answering and not self._in_head and self.cycle.more_body
+        if is_in_body and self.pipeline:
+            assert self._running is not None
+            self._drop_last_request(self._running)
+        elif is_in_body and self.cycle.response_started:
+            self.transport.close()
+            return
+        elif is_in_body:  # the application sees a disconnect, and its response is dropped
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if not self._is_answering or self.cycle.disconnected:
-            body = error_response(report_refusal(status, message)).body
-            head = (
-                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.write(head % (status, _REASONS[status], len(body)) + bytes(body))
-            if self.transport.can_write_eof():  # not over TLS
-                self.transport.write_eof()
-                self._linger_timer = self.loop.call_later(_LINGER_SECONDS, self.transport.close)
-                return
-        self.transport.close()
+        if self._is_answering and not self.cycle.disconnected:
+            self._waiting_refusal = refusal
+        else:
+            self._close_with(refusal)
+
+    def _close_with(self, refusal: bytes) -> None:
+        """Writes `refusal` and closes the connection, over TCP once the client has had time to read."""
+        self.transport.write(refusal)
+        if self.transport.can_write_eof():  # not over TLS
+            self.transport.write_eof()
+            self._linger_timer = self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+        else:
+            self.transport.close()
 
 
 class _WithoutFirstByte:

@@ -137,6 +137,32 @@ async def test_a_client_that_sends_no_more_gets_its_answers(speak: Speak, sent: 
     assert said.startswith(b"HTTP/1.1 200 OK\r\n") == bool(answers)
 
 
+_GET_LATER = b"GET /later HTTP/1.1\r\nhost: a\r\n\r\n"
+_NO_CHUNK = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\nzz\r\n"
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(
+    ("sent", "statuses"),
+    [
+        (_GET_LATER + b"\x16\x03\x01\x02\x00\x01", [200, 400]),
+        (_GET_LATER + b"GET / HTTP/1.1\r\nno header\r\n\r\n", [200, 400]),
+        (2 * _GET_LATER + b"nonsense\r\n\r\n", [200, 200, 400]),
+        (_GET_LATER + _NO_CHUNK, [200, 400]),
+        (2 * _GET_LATER + _NO_CHUNK, [200, 200, 400]),
+        (_GET_LATER + b"GET / HTTP/1.1\r\nx-a: " + b"a" * (2 * HEAD_BYTES), [200, 431]),
+    ],
+    ids=["TLS", "no header", "two before", "no chunk", "two before no chunk", "long head"],
+)
+async def test_what_cannot_be_read_does_not_lose_the_answers_before_it(
+    speak: Speak, sent: bytes, statuses: list[int], ends: bool
+) -> None:
+    """Requests before one that cannot be read are answered. Then the refusal comes, and the connection ends."""
+    said = await speak(sent, ends)
+    assert [int(part[:3]) for part in said.split(b"HTTP/1.1 ")[1:]] == statuses
+    assert said.count(b"GET ") == said.count(b" 200 ")  # each response has its body
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("ends_first", [False, True])
 async def test_the_request_of_a_client_that_has_gone_is_aborted(
