@@ -48,9 +48,10 @@ class _Removal:
 class GroupSet:
     """All groups of a cluster. Sends every change of a group's state to `routers`.
 
-    `is_restarted`: whether a former supervisor has started the groups. Restarts and removals drain groups, and run one
-    at a time. An addition does not wait for a drain. It ends every removal that waits or drains: those groups have
-    their cache and serve at once.
+    `is_restarted`: whether a former supervisor has started the groups. One restart runs at a time, and one removal. A
+    removal does not wait for a restart, whose ranks may load for minutes. It may remove the group that is restarted. An
+    addition does not wait for a drain. It ends every removal that waits or drains: those groups have their cache and
+    serve at once.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class GroupSet:
         self._removed: set[str] = set()  # names of removed groups; Ray's key-value store holds their start numbers
         self._growing: set[str] = set()  # groups that `_add_groups` is adding; if one fails, the cluster does not fail
         self._growths = 0  # number of commands that wanted more groups; each ends the removals that came before it
-        self._drain_lock = asyncio.Lock()  # held by a restart, and by a removal from its drain to its end
+        self._restart_lock = asyncio.Lock()  # held by a restart
+        self._restarting = ""  # the group whose ranks are drained and replaced
+        self._drain_lock = asyncio.Lock()  # held while a restart begins, and by a removal from its drain to its end
         self._size_lock = asyncio.Lock()  # held while groups are added, and while the drained groups are removed
         self._removal: _Removal | None = None  # the removal that drains its groups, or removes them
         self._poll_interval = PollInterval(_CHECK_SECONDS)
@@ -136,23 +139,16 @@ class GroupSet:
 
     async def restart_group(self, group: str, drain_seconds: float) -> None:
         """Drain a group, replace its ranks, and wait until every router uses it; see Supervisor.restart_group."""
-        async with self._drain_lock:
-            supervisor = self._find_supervisor(group)
-            if supervisor is None:
-                names = ", ".join(state.name for state in self.states)
-                raise NotFound(f"there is no group {group!r}; there are {names}")
-            if group in self._growing:
-                raise Unavailable(f"{group} is being added; wait until it serves")
-            # A group that is being added does not count: it is removed if another new group does not start.
-            serving = [state.name for state in self.states if state.state == "serving"]
-            others = [name for name in serving if name != group and name not in self._growing]
-            if not others:
-                raise Unavailable(f"no group but {group} serves, and requests would be refused; wait, or add a group")
-            await self._require_undrained(others)
-            supervisor.drain_group()
-            await self._routers.wait_until_idle(group, drain_seconds)
-            await supervisor.restart_group()
-            await self._routers.wait_until_connected(group)
+        self._require_supervisor(group)
+        if self._restart_lock.locked():
+            _log.info("the restart of %s waits until another restart is complete", group)
+        async with self._restart_lock:
+            try:
+                await self._replace_ranks(group, drain_seconds)
+                await self._routers.wait_until_connected(group)
+            except Unavailable:
+                self._require_supervisor(group)  # if the group was removed meanwhile, that is the reason
+                raise
 
     async def scale_groups(self, groups: int, drain_seconds: float) -> None:
         """Add or remove groups until there are `groups`; see Supervisor.scale_groups."""
@@ -176,6 +172,40 @@ class GroupSet:
 
     def _configured_size(self) -> int:
         return ray_kv.read_number(ray_kv.GROUP_COUNT) or self._config.groups
+
+    async def _replace_ranks(self, group: str, drain_seconds: float) -> None:
+        try:
+            async with self._drain_lock:
+                supervisor = await self._begin_restart(group)
+                self._restarting = group
+            await self._routers.wait_until_idle(group, drain_seconds)
+            await supervisor.restart_group()
+        finally:
+            self._restarting = ""
+        if self._removal is not None and supervisor in self._removal.leaving:
+            supervisor.drain_group()
+
+    async def _begin_restart(self, group: str) -> GroupSupervisor:
+        """Drain the group if another one serves. Returns the group's supervisor."""
+        supervisor = self._require_supervisor(group)
+        if group in self._growing:
+            raise Unavailable(f"{group} is being added; wait until it serves")
+        # A group that is being added does not count: it is removed if another new group does not start.
+        serving = [state.name for state in self.states if state.state == "serving"]
+        others = [name for name in serving if name != group and name not in self._growing]
+        if not others:
+            raise Unavailable(f"no group but {group} serves, and requests would be refused; wait, or add a group")
+        await self._require_undrained(others)
+        supervisor.drain_group()
+        return supervisor
+
+    def _require_supervisor(self, group: str) -> GroupSupervisor:
+        """The group's supervisor. Raises NotFound if there is no such group."""
+        supervisor = self._find_supervisor(group)
+        if supervisor is None:
+            names = ", ".join(state.name for state in self.states)
+            raise NotFound(f"there is no group {group!r}; there are {names}")
+        return supervisor
 
     async def _change_size(self, groups: int, drain_seconds: float, before: int | None = None) -> None:
         """See `scale_groups`, and for `before` see `scale_groups_from`."""
@@ -277,7 +307,8 @@ class GroupSet:
             removal.is_given_up = True
             removal.drain.cancel()
             for supervisor in removal.leaving:
-                supervisor.undrain_group()
+                if supervisor.state.name != self._restarting:  # its restart drains it
+                    supervisor.undrain_group()
 
     async def _require_undrained(self, groups: Sequence[str]) -> None:
         """Raises Unavailable if some router has drained all of `groups`, the serving groups that would remain."""

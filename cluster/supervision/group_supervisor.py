@@ -91,6 +91,7 @@ class GroupSupervisor:
         self._on_change = on_change
         self._backoff = backoff
         self._restart_requested = False
+        self._is_stopped = False
         self._check_requested = asyncio.Event()
         self._changed = asyncio.Event()
 
@@ -182,7 +183,9 @@ class GroupSupervisor:
             raise Unavailable(f"{self.state.name} does not start again: {self.state.reason}")
 
     async def stop_group(self, *, now: bool) -> None:
-        """End the ranks for good. `now`: kill them at once."""
+        """End the ranks for good. `now`: kill them at once. Methods that wait for the group then raise Unavailable."""
+        self._is_stopped = True
+        self._changed.set()
         if now:
             self._ranks.kill_ranks()
         else:
@@ -258,6 +261,8 @@ class GroupSupervisor:
 
     async def _wait_until(self, holds: Callable[[], bool]) -> None:
         while not holds():
+            if self._is_stopped:
+                raise Unavailable(f"{self.state.name} was removed meanwhile")
             self._changed.clear()
             await self._changed.wait()
 

@@ -3,100 +3,19 @@
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
-import ray
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster import launch, ray_kv
-from coatcheck.cluster.ray_cluster.cluster_ca import CertificatesByRole
-from coatcheck.cluster.ray_cluster.placement_plan import InsufficientResources, plan_placement
-from coatcheck.cluster.supervision import autoscaler, group_set, poll_interval, router_set, supervisor
+from coatcheck.cluster.ray_cluster.placement_plan import InsufficientResources
+from coatcheck.cluster.supervision import autoscaler, poll_interval, supervisor
 from coatcheck.cluster.supervision.autoscaler import AutoscaleRule
-from coatcheck.cluster.supervision.supervisor import Supervisor
-from coatcheck.proto.errors import InvalidConfig, NotFound, Unavailable
-from coatcheck.router.config import RouterConfig
-from coatcheck.workers.core.group_config import GroupConfig
+from coatcheck.proto.errors import InvalidConfig, Unavailable
 from tests.cluster.supervision.fake_ranks import FakeRanks
-from tests.cluster.supervision.fake_router_actor import FakeRouterActor
-
-NODES = [("node", {"CPU": 6.0})]
-
-
-class Cluster:
-    """A supervisor of two groups, and the fakes that it has started."""
-
-    def __init__(self) -> None:
-        self.ranks: dict[str, FakeRanks] = {}
-        self.router: FakeRouterActor
-        self.numbers: dict[str, int] = {}  # Ray's key-value store
-        self.texts: dict[str, str] = {}  # the same store
-        self.placed: set[str] = set()  # groups that have a placement group
-        self.supervisor: Supervisor
-
-    async def states(self) -> dict[str, str]:
-        return {group.name: group.state for group in (await self.supervisor.get_state()).groups}
-
-    async def until_serving(self) -> None:
-        async with asyncio.timeout(MAX_WAIT_SECONDS):
-            while not (await self.supervisor.get_state()).is_ready:  # noqa: ASYNC110  # the state has no event
-                await asyncio.sleep(0.01)
-
-
-@pytest.fixture
-async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
-    """Two groups of two ranks that serve."""
-    cluster = Cluster()
-
-    def start_router(config: RouterConfig, resource: str | None, node: str | None) -> FakeRouterActor:
-        cluster.router = FakeRouterActor(config)
-        return cluster.router
-
-    def make_ranks(config: GroupConfig, placement_group: object, hosts: object, loopback: bool) -> FakeRanks:
-        cluster.numbers[ray_kv.start_number_key(config.name)] = 0  # as the first start writes it
-        return cluster.ranks.setdefault(config.name, FakeRanks(group=config.name))
-
-    def reserve(name: str, bundle: object, strategy: str, tp: int) -> SimpleNamespace:
-        cluster.placed.add(name)
-        return SimpleNamespace(name=name, wait=lambda seconds: True)
-
-    replacements: list[tuple[object, str, Callable[..., object]]] = [
-        (supervisor, "configure_logging", lambda log_format, actor: None),
-        (ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=False)),
-        (ray.util, "remove_placement_group", lambda group: cluster.placed.discard(group.name)),
-        (launch, "find_router", lambda name: None),
-        (launch, "start_router", start_router),
-        (launch, "kill_actor", lambda actor: setattr(actor, "is_dead", True)),
-        (launch, "reserve_placement_group", reserve),
-        (launch, "bundle_nodes", lambda placement_group: ["node"] * 2),
-        (launch, "free_resources", lambda: NODES),
-        (group_set, "RankActors", make_ranks),
-        (ray_kv, "read_number", cluster.numbers.get),
-        (ray_kv, "write_number", cluster.numbers.__setitem__),
-        (ray_kv, "delete_number", lambda key: cluster.numbers.pop(key, None)),
-        (ray_kv, "read_text", cluster.texts.get),
-        (ray_kv, "write_text", cluster.texts.__setitem__),
-        (ray_kv, "delete_text", lambda key: cluster.texts.pop(key, None)),
-    ]
-    for owner, name, replacement in replacements:
-        monkeypatch.setattr(owner, name, replacement)
-    for module, constant in [
-        (group_set, "_CHECK_SECONDS"),
-        (router_set, "_LOAD_SECONDS"),
-        (router_set, "_WATCH_SECONDS"),
-    ]:
-        monkeypatch.setattr(module, constant, 0.01)
-    config = ServeConfig.build({"model": "m", "groups": 2, "tp": 2})
-    cluster.supervisor = Supervisor.__new__(Supervisor)
-    plan = plan_placement("cpu", 2, 2, NODES)
-    await cluster.supervisor.__init__(config, plan, CertificatesByRole())  # type: ignore[misc]  # as Ray awaits it
-    await cluster.until_serving()
-    yield cluster
-    await cluster.supervisor.stop_all()
+from tests.cluster.supervision.supervised_cluster import Cluster
 
 
 async def test_a_cluster_starts_and_ends(cluster: Cluster) -> None:
@@ -148,13 +67,6 @@ async def test_a_cluster_is_scaled(cluster: Cluster) -> None:
     assert not cluster.numbers
 
 
-async def drains(cluster: Cluster, group: str) -> None:
-    """Wait until the group drains."""
-    async with asyncio.timeout(MAX_WAIT_SECONDS):
-        while (await cluster.states())[group] != "draining":  # noqa: ASYNC110  # the state has no event
-            await asyncio.sleep(0.01)
-
-
 async def test_groups_are_added_while_others_drain(cluster: Cluster) -> None:
     """A removal that drains a busy group for minutes is given up when more groups are wanted: its groups serve at once,
     and further groups are added. Its command fails, and says why."""
@@ -163,7 +75,7 @@ async def test_groups_are_added_while_others_drain(cluster: Cluster) -> None:
     cluster.router.waiting = 5
     for wanted in (3, 2, 3):
         removal = asyncio.create_task(actor.scale_groups(1, 1000.0))
-        await drains(cluster, "group-1")
+        await cluster.until("group-1", "draining")
         assert (await actor.get_config()).groups == 1 and cluster.numbers[ray_kv.GROUP_COUNT] == 3
         scaling = asyncio.create_task(actor.scale_groups(wanted, 0.0 if wanted == 2 else 1000.0))
         with pytest.raises(Unavailable, match="the removal of group-1, group-2 was given up, because more groups"):
@@ -182,7 +94,7 @@ async def test_a_removal_that_waits_is_given_up_too(cluster: Cluster) -> None:
     await actor.scale_groups(3, 1.0)
     cluster.router.waiting = 5
     first = asyncio.create_task(actor.scale_groups(2, 1000.0))
-    await drains(cluster, "group-2")
+    await cluster.until("group-2", "draining")
     second = asyncio.create_task(actor.scale_groups(2, 1000.0))
     restart = asyncio.create_task(actor.restart_group("group-1", 0.5))
     third = asyncio.create_task(actor.scale_groups(1, 1000.0))
@@ -193,36 +105,6 @@ async def test_a_removal_that_waits_is_given_up_too(cluster: Cluster) -> None:
             await asyncio.wait_for(removal, MAX_WAIT_SECONDS)
     await asyncio.wait_for(restart, MAX_WAIT_SECONDS)
     assert await cluster.states() == {f"group-{number}": "serving" for number in range(3)}
-
-
-async def test_a_group_is_added_while_another_is_restarted(cluster: Cluster) -> None:
-    """A restart that drains a busy group delays no new group. The group that is being added cannot be restarted."""
-    actor = cluster.supervisor
-    cluster.router.waiting = 5
-    restart = asyncio.create_task(actor.restart_group("group-1", 2.0))
-    await drains(cluster, "group-1")
-    await asyncio.wait_for(actor.scale_groups(3, 1.0), MAX_WAIT_SECONDS)
-    assert (await cluster.states())["group-2"] == "serving" and not restart.done()
-    await asyncio.wait_for(restart, MAX_WAIT_SECONDS)
-    assert cluster.ranks["group-1"].graceful_stops == 1
-
-
-async def test_a_group_that_is_being_added_is_not_restarted(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be removed again if another new group does not start. Therefore it does not replace the last group that
-    serves either."""
-    await cluster.supervisor.scale_groups(1, 1.0)
-    is_connected = asyncio.Event()
-    monkeypatch.setattr(cluster.supervisor._routers, "wait_until_connected", lambda group: is_connected.wait())
-    scaling = asyncio.create_task(cluster.supervisor.scale_groups(2, 1.0))
-    async with asyncio.timeout(MAX_WAIT_SECONDS):
-        while (await cluster.states()).get("group-1") != "serving":  # noqa: ASYNC110  # the state has no event
-            await asyncio.sleep(0.01)
-    with pytest.raises(Unavailable, match="group-1 is being added; wait until it serves"):
-        await cluster.supervisor.restart_group("group-1", 1.0)
-    with pytest.raises(Unavailable, match="no group but group-0 serves"):
-        await cluster.supervisor.restart_group("group-0", 1.0)
-    is_connected.set()
-    await scaling
 
 
 async def test_the_last_group_that_is_not_drained_stays(cluster: Cluster) -> None:
@@ -248,19 +130,6 @@ async def test_a_group_that_does_not_start_is_removed_again(cluster: Cluster) ->
     assert await cluster.states() == {"group-0": "serving", "group-1": "serving"}
     assert cluster.numbers[ray_kv.GROUP_COUNT] == 2 and "group-2" not in cluster.placed
     assert (await cluster.supervisor.get_state()).failure == ""
-
-
-async def test_a_group_is_restarted(cluster: Cluster) -> None:
-    """`restart_group` replaces the ranks of one group. It refuses unknown groups, and the last group that serves."""
-    actor = cluster.supervisor
-    await actor.restart_group("group-1", 1.0)
-    assert cluster.ranks["group-1"].graceful_stops == 1 and cluster.ranks["group-0"].graceful_stops == 0
-    assert (await cluster.states())["group-1"] == "serving"
-    with pytest.raises(NotFound, match="there is no group 'x'; there are group-0, group-1"):
-        await actor.restart_group("x", 1.0)
-    await actor.scale_groups(1, 1.0)
-    with pytest.raises(Unavailable, match="no group but group-0 serves"):
-        await actor.restart_group("group-0", 1.0)
 
 
 async def test_other_settings_reach_groups_and_routers(cluster: Cluster) -> None:
