@@ -68,7 +68,8 @@ def _attend(
             score *= slope
             if softcap > 0:
                 bend, cap = 2.0 * _LOG2_E / softcap, softcap * _LOG2_E
-                score = cap - 2.0 * cap / (tl.exp2(tl.minimum(score * bend, 90.0)) + 1.0)
+                bent = tl.minimum(score * bend, 90.0, propagate_nan=tl.PropagateNan.ALL)
+                score = cap - 2.0 * cap / (tl.exp2(bent) + 1.0)
         if MASKED:
             seen = (keys[None] <= position[:, None]) & ((window <= 0) | (keys[None] > position[:, None] - window))
             score = tl.where(seen, score, float("-inf"))

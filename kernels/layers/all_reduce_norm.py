@@ -22,7 +22,13 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels.launch_check import FLOATS, check_dense, check_dtype, once_per_geometry, refuse
-from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, _store_codes, code_arguments
+from coatcheck.kernels.layers.quantised_rows import (
+    QuantisedRows,
+    RowFormat,
+    _largest_magnitude,
+    _store_codes,
+    code_arguments,
+)
 from coatcheck.kernels.layers.rms_norm import RmsNorm, rms_norm_reference
 from coatcheck.kernels.peer_memory import MAX_PROGRAMS, PeerMemory, meet_peers
 
@@ -63,7 +69,7 @@ def _all_reduce_norm(
             tl.store(out + start + at, y, mask)
         if codes is not None:
             y = y.to(tl.float32)
-            _store_codes(y, tl.max(tl.abs(y), 0), codes, scales, row, rows, 0, width, KIND, GROUP, BLOCK)
+            _store_codes(y, _largest_magnitude(y, 0), codes, scales, row, rows, 0, width, KIND, GROUP, BLOCK)
     meet_peers(signals, epochs, rank, SIZE, PADDED)
 
 

@@ -31,7 +31,13 @@ from torch import Tensor
 from coatcheck.kernels.gpu_properties import GpuProperties, gpu_properties
 from coatcheck.kernels.kv.quantise import _quantised
 from coatcheck.kernels.layers.quantised_linear import Codes, _multiply
-from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, _scale_of_row, quantise_rows
+from coatcheck.kernels.layers.quantised_rows import (
+    QuantisedRows,
+    RowFormat,
+    _largest_magnitude,
+    _scale_of_row,
+    quantise_rows,
+)
 from coatcheck.kernels.layers.route import sort_pairs
 from coatcheck.kernels.layers.w8a8_linear import _multiply_codes
 
@@ -244,9 +250,10 @@ def _rows_of_tile(order, tiles, ends, expert, BLOCK_M: tl.constexpr):
 @triton.jit
 def _activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     if ACTIVATION == 2:
-        gate = tl.minimum(gate, limit)
+        # A NaN stays NaN, as in torch.clamp.
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
         u = alpha * gate
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
     elif ACTIVATION == 1:
         u = 1.5957691216 * (gate + 0.044715 * gate * gate * gate)
     else:
@@ -286,7 +293,7 @@ def _quantised_gate_up(
     mask = has_row[None, :] & has_n[:, None]
     if gated_scales is not None:
         by_group = tl.reshape(result.to(tl.float32), [BLOCK_N // TO_GROUP, TO_GROUP, BLOCK_M])
-        scale, inverse = _scale_of_row(tl.max(tl.abs(by_group), 1), TO_KIND)
+        scale, inverse = _scale_of_row(_largest_magnitude(by_group, 1), TO_KIND)
         at = tl.program_id(1) * (BLOCK_N // TO_GROUP) + tl.arange(0, BLOCK_N // TO_GROUP)
         to_scale = gated_scales + at.to(tl.int64)[:, None] * pairs + row[None, :]
         tl.store(to_scale, scale, (at * TO_GROUP < width)[:, None] & has_row[None, :])

@@ -3,7 +3,8 @@
     scales[g, r] = max(abs(x[r, k])) / largest,   codes[r, k] = round(x[r, k] / scales[g, r]),   g = k // group
 
 `largest` is 448 for FP8 (e4m3) and 127 for INT8. The maximum is taken over the columns of group g. Codes are rounded to
-nearest even. A group of zeros has scale 0. One group for a whole row is what vLLM and compressed-tensors call a dynamic
+nearest even. A group of zeros has scale 0. A group with a NaN or an infinity has the scale NaN and any codes, so each
+output of a linear is NaN for that row. One group for a whole row is what vLLM and compressed-tensors call a dynamic
 scale per token; DeepSeek's FP8 has groups of 128.
 
 rms_norm.py and silu_mul.py inline `_store_codes`, so that the kernel that computes x also writes its codes. Both first
@@ -121,7 +122,7 @@ def _quantise_rows(x, codes, scales, stride, rows, width, KIND: tl.constexpr, GR
     if GROUP == 0:
         for start in range(0, width, BLOCK):
             part = tl.load(x + row * stride + start + at, start + at < width, other=0.0).to(tl.float32)
-            top = tl.maximum(top, tl.max(tl.abs(part), 0))
+            top = tl.maximum(top, _largest_magnitude(part, 0))
     for start in range(0, width, BLOCK):
         part = tl.load(x + row * stride + start + at, start + at < width, other=0.0).to(tl.float32)
         _store_codes(part, top, codes, scales, row, rows, start, width, KIND, GROUP, BLOCK)
@@ -133,8 +134,8 @@ def _store_codes(
 ):
     """Quantise the BLOCK columns of a row from `start` on, and store codes and scales.
 
-    `values`: the columns, float32 [BLOCK], 0 past the end. `top`: the largest magnitude of the whole row, if GROUP is
-    0. GROUP must divide `start`.
+    `values`: the columns, float32 [BLOCK], 0 past the end. `top`: `_largest_magnitude` of the whole row, if GROUP is 0.
+    GROUP must divide `start`.
     """
     at = start + tl.arange(0, BLOCK)
     if GROUP == 0:
@@ -143,7 +144,7 @@ def _store_codes(
         y = _quantised(values, inverse, KIND)
     else:
         by_group = tl.reshape(values, [BLOCK // GROUP, GROUP])
-        scale, inverse = _scale_of_row(tl.max(tl.abs(by_group), 1), KIND)
+        scale, inverse = _scale_of_row(_largest_magnitude(by_group, 1), KIND)
         group = start // GROUP + tl.arange(0, BLOCK // GROUP)
         tl.store(scales + group.to(tl.int64) * rows + row, scale, group * GROUP < width)
         y = tl.reshape(_quantised(by_group, inverse[:, None], KIND), [BLOCK])
@@ -151,12 +152,20 @@ def _store_codes(
 
 
 @triton.jit
+def _largest_magnitude(values, AXIS: tl.constexpr):
+    """The largest magnitude of float32 `values` along AXIS; infinity if one of them is NaN, which tl.max would drop."""
+    return tl.max(tl.where(values == values, tl.abs(values), float("inf")), AXIS)
+
+
+@triton.jit
 def _scale_of_row(top, KIND: tl.constexpr):
-    """float32 (scale, 1 / scale) for the largest magnitude `top`; (0, 0) where the inverse would not be finite."""
+    """float32 (scale, 1 / scale) for the largest magnitude `top`; (0, 0) where the inverse would not be finite, and
+    (NaN, 0) where `top` is infinite."""
     largest: tl.constexpr = 448.0 if KIND == 1 else 127.0
     scale = tl.div_rn(top, tl.full(top.shape, largest, tl.float32))
     is_zero = scale < _LEAST
     inverse = tl.div_rn(tl.full(top.shape, 1.0, tl.float32), tl.where(is_zero, 1.0, scale))
+    scale = tl.where(top < float("inf"), scale, float("nan"))
     return tl.where(is_zero, 0.0, scale), tl.where(is_zero, 0.0, inverse)
 
 
@@ -166,7 +175,7 @@ def quantise_rows_reference(x: Tensor, format: RowFormat) -> QuantisedRows:
     by_group = F.pad(x.float(), (0, -width % group)).view(rows, -1, group)
     top = by_group.abs().amax(2)
     scales = top / torch.full_like(top, largest)  # for a Python number torch multiplies by its inverse on GPUs
-    scales = scales.where((scales >= _LEAST_SCALE) | scales.isnan(), 0.0)
+    scales = scales.where(scales >= _LEAST_SCALE, 0.0).where(top.isfinite(), torch.nan)
     inverse = torch.where(scales == 0, 0.0, 1.0 / scales)
     y = (by_group * inverse[..., None]).clamp(-largest, largest).flatten(1)[:, :width]
     y = y.round() if format.kind is CodeKind.INT8 else y

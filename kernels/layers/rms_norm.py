@@ -40,6 +40,7 @@ from coatcheck.kernels.launch_check import (
 from coatcheck.kernels.layers.quantised_rows import (
     QuantisedRows,
     RowFormat,
+    _largest_magnitude,
     _store_codes,
     code_arguments,
     quantise_rows,
@@ -70,7 +71,7 @@ def _rms_norm(
         tl.store(out + row * width + at, y, mask)
     if codes is not None:
         y = y.to(tl.float32)
-        _store_codes(y, tl.max(tl.abs(y), 0), codes, scales, row, tl.num_programs(0), 0, width, KIND, GROUP, BLOCK)
+        _store_codes(y, _largest_magnitude(y, 0), codes, scales, row, tl.num_programs(0), 0, width, KIND, GROUP, BLOCK)
 
 
 @dataclass(frozen=True, slots=True)

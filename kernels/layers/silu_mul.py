@@ -19,7 +19,14 @@ from torch import Tensor
 from coatcheck.kernels import native
 from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.launch_check import FLOATS, check_dtype, check_rows, once_per_geometry, refuse
-from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, _store_codes, pick_block, quantise_rows
+from coatcheck.kernels.layers.quantised_rows import (
+    QuantisedRows,
+    RowFormat,
+    _largest_magnitude,
+    _store_codes,
+    pick_block,
+    quantise_rows,
+)
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -42,7 +49,7 @@ def _silu_mul_codes(
     if GROUP == 0:
         for start in range(0, width, BLOCK):
             part = _activated(gate_up + row * stride, start + at, width, GELU).to(tl.float32)
-            top = tl.maximum(top, tl.max(tl.abs(part), 0))
+            top = tl.maximum(top, _largest_magnitude(part, 0))
     for start in range(0, width, BLOCK):
         part = _activated(gate_up + row * stride, start + at, width, GELU).to(tl.float32)
         _store_codes(part, top, codes, scales, row, rows, start, width, KIND, GROUP, BLOCK)

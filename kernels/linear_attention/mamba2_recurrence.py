@@ -198,4 +198,5 @@ def _gate_and_norm(
 def _step_size(dt, bias, dt_min, dt_max, mask):
     """d of the tokens: clamp(softplus(dt + bias), dt_min, dt_max). `dt`: pointers. Masked tokens are computed with
     dt = 0."""
-    return tl.minimum(tl.maximum(_softplus(tl.load(dt, mask, other=0.0).to(tl.float32) + bias), dt_min), dt_max)
+    step = _softplus(tl.load(dt, mask, other=0.0).to(tl.float32) + bias)
+    return tl.clamp(step, dt_min, dt_max, propagate_nan=tl.PropagateNan.ALL)

@@ -123,11 +123,11 @@ def _log_decay(a, rate, bias, mask):
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)), exact for small exp(x)."""
+    """log(1 + exp(x)), exact for small exp(x); NaN of NaN, which tl.minimum drops."""
     e = tl.exp(tl.minimum(x, 20.0))
     one = 1 + e
     softplus = tl.where(one == 1, e, tl.log(one) * (e / tl.maximum(one - 1, 1e-30)))
-    return tl.where(x > 20, x, softplus)
+    return tl.where(x <= 20, softplus, x)
 
 
 @triton.jit

@@ -43,6 +43,7 @@ def mamba2(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -> No
     same_bits(make_mamba(dtypes[0], 2, 16, 1, 16, (1, False), batch_invariant=True), dtypes[0])
     decodes(make_mamba(dtypes[-1], 2, 24, 2, 16, (2, False)), dtypes[-1])
     prefill_equals_decodes(dtypes[0])
+    broken_step_size(dtypes[0])
 
 
 def short_convolutions(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -> None:
@@ -133,6 +134,17 @@ def prefill_equals_decodes(dtype: torch.dtype) -> None:
     outs += [layer(inputs[at : at + 1], state, rows_of((0, at, 1))) for at in range(35, 70)]
     _agree(torch.cat(outs), whole)
     _agree_states(state, whole_state, dtype)
+
+
+def broken_step_size(dtype: torch.dtype) -> None:
+    """A step size of NaN makes the head's outputs NaN from its token on, in decodes and in chunks."""
+    layer = make_mamba(dtype, 2, 16, 1, 16, None)
+    for count in (3, MIN_CHUNKED + 3):
+        inputs = make_inputs(layer, count, dtype)
+        inputs[1, -2] = float("nan")  # the first of two heads
+        out = _launch(layer, inputs, make_state(layer, 1, dtype), rows_of((0, 0, count)), True)
+        is_nan = out.view(count, 2, 16).isnan()
+        assert is_nan[1:, 0].all() and not is_nan[:, 1].any()
 
 
 def _agree_states(ours: RecurrentState, theirs: RecurrentState, dtype: torch.dtype) -> None:

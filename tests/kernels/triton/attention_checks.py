@@ -145,17 +145,17 @@ def quantised(one: torch.dtype = torch.float32, other: torch.dtype = torch.float
 
 
 def broken(dtype: torch.dtype, kv: torch.dtype) -> None:
-    """A key or a value that is NaN makes its sequence NaN. Memory behind a sequence may be NaN."""
+    """A key or a value that is NaN makes its sequence NaN, with a soft-cap too. Memory behind a sequence may be NaN."""
     batch = Batch([(1, 40), (1, 33), (1, 600)], 2, 1, 32, dtype, kv=kv)
-    want = batch.reference()
     nth, row = divmod(20, batch.cache.block_size)
     block = int(batch.block_tables[0, nth])
     for scales in (batch.cache.k_scales, batch.cache.v_scales):
         assert scales is not None
         kept = scales[block, 0, row].clone()
-        scales[block, 0, row] = torch.nan
-        out = torch.full(batch.q.shape, SENTINEL).to(dtype)
-        launch(batch, (batch.scale, 0, 0.0, None), out)
-        scales[block, 0, row] = kept
-        assert out[0].isnan().all()
-        close(out[1:], want[1:])
+        for softcap in (0.0, 5.0):
+            scales[block, 0, row] = torch.nan
+            out = torch.full(batch.q.shape, SENTINEL).to(dtype)
+            launch(batch, (batch.scale, 0, softcap, None), out)
+            scales[block, 0, row] = kept
+            assert out[0].isnan().all()
+            close(out[1:], batch.reference(0, softcap)[1:])

@@ -136,6 +136,7 @@ def quantised_experts(dtypes: Sequence[torch.dtype] = (torch.float32, torch.floa
         for place, case in enumerate(_W8A8 if dtype == torch.float32 else _W8A8[:1]):
             is_high = dtype == torch.float32 and place == 3
             w8a8_product(dtype, 32 * EXPERTS // TOP_K + 1 if is_high else 5, *case)
+        broken_tokens(dtype)
 
 
 def w8a8_product(
@@ -186,6 +187,29 @@ def w8a8_product(
         # gate_up writes the codes that a kernel behind it would write.
         with patch.object(grouped_gemm, "is_written_as_codes", lambda *_: False):
             assert torch.equal(experts(x, ids, factors), have)
+
+
+def broken_tokens(dtype: torch.dtype) -> None:
+    """A token with a NaN gets NaN from experts of plain weights and of codes, whose activation clamps gates and ups. So
+    does one with an infinity where activations are quantised, both where gate_up writes codes and where it does not."""
+    for group in (None, 0, 128):
+        biases = dict(gate_up_bias=torch.zeros(EXPERTS, 2 * INNER, dtype=dtype), down_bias=None)
+        parts: list[Any] = [torch.randn(EXPERTS, *shape).to(dtype) for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER))]
+        if group is not None:
+            parts = [
+                QuantisedExperts(EXPERTS, replace(weight, quantises_activations=True))
+                for weight in (
+                    random_weight(CodeKind.FP8, part[..., 0].numel(), part.shape[2], group or part.shape[2], dtype)
+                    for part in parts
+                )
+            ]
+        experts = PackedExperts(*parts, top_k=TOP_K, activation="clamped_swiglu", alpha=1.7, limit=1.5, **biases)
+        ids, factors = torch.tensor([[1, 2]] * 4).int(), torch.ones(4, TOP_K)
+        x = torch.randn(4, HIDDEN).to(dtype)
+        healthy = experts(x, ids, factors)
+        x[0, 5], x[3, 0] = torch.nan, torch.nan if group is None else torch.inf
+        out = experts(x, ids, factors)
+        assert out[[0, 3]].isnan().all() and torch.equal(out[1:3], healthy[1:3])
 
 
 def rounded(x: Tensor, format: RowFormat | None) -> Tensor:

@@ -22,7 +22,7 @@ from tests.kernels.triton.linear_checks import (
     quantised_linears,
 )
 from tests.kernels.triton.mended_bfloat16 import mend
-from tests.kernels.triton.mended_interpreter import mend_products, reduce_work
+from tests.kernels.triton.mended_interpreter import mend_minima, mend_products, reduce_work
 from tests.kernels.triton.rank_checks import ranks
 from tests.kernels.triton.row_checks import elements, empty, rows, stores, sums
 from tests.kernels.triton.sampling_checks import filters, penalties, probabilities, sampling
@@ -88,6 +88,7 @@ GROUPS: dict[str, Callable[[], None]] = {
 
 if __name__ == "__main__":
     mend_products()
+    mend_minima()
     reduce_work()
     for name in sys.argv[1:]:
         GROUPS[name]()

@@ -191,6 +191,7 @@ def quantised_activations(dtypes: Sequence[torch.dtype] = (torch.float32, torch.
     torch.manual_seed(0)
     for dtype in dtypes:
         row_codes(dtype)
+        broken_rows(dtype)
         for kind, (features, depth, group) in W8A8_WEIGHTS:
             weight = replace(random_weight(kind, features, depth, group, dtype), quantises_activations=True)
             if group < depth:  # scales of groups keep the type that the checkpoint has
@@ -234,6 +235,31 @@ def row_codes(dtype: torch.dtype) -> None:
             same_codes(both, normed)
             assert both.plain is not None and torch.equal(both.plain, plain) and torch.equal(both_total, total)
             same_codes(norm.add_norm_and_quantise(x, None, format)[0], quantise_rows(norm(x), format))
+
+
+def broken_rows(dtype: torch.dtype) -> None:
+    """A NaN or an infinity at any place makes its whole row of y NaN, as it would in a linear of plain x, where all
+    weights but 0 spread it; other rows keep their bits. Norm and activation write the same scales."""
+    for kind, group in ((CodeKind.FP8, 0), (CodeKind.INT8, 0), (CodeKind.FP8, 128), (CodeKind.INT8, 32)):
+        weight = random_weight(kind, 40, 4992, group or 4992, dtype)
+        linear, format = PackedLinear(replace(weight, quantises_activations=True)), RowFormat(kind, group)
+        assert linear.row_format == format
+        x = torch.randn(5, 4992).to(dtype)
+        healthy = linear(x)
+        for row, column, value in ((0, 3, torch.nan), (1, 4991, -torch.nan), (2, 4200, torch.inf), (4, 0, -torch.inf)):
+            x[row, column] = value
+        codes, reference = quantise_rows(x, format), quantise_rows_reference(x, format)
+        assert torch.equal(codes.scales.isnan(), reference.scales.isnan())
+        for rows in (x, codes):
+            y = linear(rows)
+            assert y[[0, 1, 2, 4]].isnan().all() and torch.equal(y[3], healthy[3])
+        wide = torch.cat((torch.ones_like(x), x), dim=1)
+        gated = silu_mul_and_quantise(wide, "silu", format)
+        assert torch.equal(gated.scales.isnan(), reference.scales.isnan())
+        norm = RmsNorm(torch.ones(4992, dtype=dtype), 1e-5)
+        normed = norm.add_norm_and_quantise(x, torch.zeros_like(x), format)[0]
+        assert torch.equal(normed.scales.isnan(), quantise_rows_reference(norm(x), format).scales.isnan())
+        assert normed.scales.isnan().any(0).tolist() == [True, True, True, False, True]
 
 
 def same_codes(ours: QuantisedRows, theirs: QuantisedRows) -> None:

@@ -1,8 +1,11 @@
-"""Triton's interpreter with matrix products whose rows do not depend on their place in the tile, and with less work.
+"""Triton's interpreter with matrix products whose rows do not depend on their place in the tile, with the minima and
+maxima of GPUs, and with less work.
 
 Products: on a GPU each row of a tile has the same order of summation, and our kernels' batch invariance rests on that.
 The interpreter calls numpy's matmul. Its BLAS may sum the last rows of a tile in another order than the first rows:
 OpenBLAS does so on processors with AVX2 alone. numpy's einsum has one loop for all rows.
+
+Minima and maxima: on a GPU tl.minimum and tl.maximum drop a NaN unless a kernel asks for it. The interpreter keeps it.
 
 Work: the interpreter patches triton.language again at every call of a device function, and builds a table of types for
 every tensor. Both took 40% of the time of our kernels there. Two thirds of the rest were for the types of blocks, which
@@ -26,6 +29,13 @@ from triton.runtime import interpreter
 def mend_products() -> None:
     """Replace the interpreter's matrix products, for the rest of this process."""
     interpreter.np = _NumpyWithOrderedProducts()
+
+
+def mend_minima() -> None:
+    """Let tl.minimum and tl.maximum drop a NaN as on a GPU, for the rest of this process."""
+    builder: Any = interpreter.InterpreterBuilder
+    builder.create_minnumf = lambda self, left, right: self.binary_op(left, right, np.fmin)
+    builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)
 
 
 class _NumpyWithOrderedProducts:
