@@ -38,7 +38,7 @@ from coatcheck.kernels.gpu_properties import GpuProperties
 from coatcheck.kernels.kv.recurrent_state import StateRows
 from coatcheck.kernels.linear_attention.convolution import _update_window
 from coatcheck.kernels.linear_attention.recurrence import DeltaNetWeights, _beta, _log_decay, _normalised
-from coatcheck.kernels.linear_attention.step_tiles import _find_sequence, count_tiles
+from coatcheck.kernels.linear_attention.step_tiles import _locate_tile, count_tiles
 
 # The input_precision of most products. It is no default argument: Triton 3.6 does not compile a default that is a str.
 _EXACT = tl.constexpr("ieee")
@@ -122,10 +122,7 @@ def _prepare_chunks(
     CHUNK: tl.constexpr, MIN_CHUNKED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
-    sequence = _find_sequence(cu_seqlens, tile, sequences, CHUNK, MIN_CHUNKED)
-    first = tl.load(cu_seqlens + sequence)
-    count = tl.load(cu_seqlens + sequence + 1) - first
-    start = (tile - first // CHUNK - first // MIN_CHUNKED) * CHUNK
+    sequence, first, count, start = _locate_tile(cu_seqlens, tile, sequences, CHUNK, MIN_CHUNKED)
     if (tl.load(seq_lens + sequence) > 0) & (count >= MIN_CHUNKED) & (start < count):
         group: tl.constexpr = HEADS // KEY_HEADS
         channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
@@ -161,11 +158,9 @@ def _scan_chunks(
     CHUNK: tl.constexpr, MIN_CHUNKED: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence = _find_sequence(cu_seqlens, tile, sequences, CHUNK, MIN_CHUNKED)
-    first = tl.load(cu_seqlens + sequence)
-    count = tl.load(cu_seqlens + sequence + 1) - first
+    sequence, first, count, tile_start = _locate_tile(cu_seqlens, tile, sequences, CHUNK, MIN_CHUNKED)
     length = tl.load(seq_lens + sequence)
-    if (length > 0) & (count >= MIN_CHUNKED) & (tile == first // CHUNK + first // MIN_CHUNKED):
+    if (length > 0) & (count >= MIN_CHUNKED) & (tile_start == 0):
         group: tl.constexpr = HEADS // KEY_HEADS
         channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
         element = out.dtype.element_ty
@@ -214,10 +209,7 @@ def _norm_and_gate(
 ):  # fmt: skip
     """out = norm_weight * norm(o) * silu(z), in place: `out` holds o."""
     tile, head = tl.program_id(0), tl.program_id(1)
-    sequence = _find_sequence(cu_seqlens, tile, sequences, CHUNK, MIN_CHUNKED)
-    first = tl.load(cu_seqlens + sequence)
-    count = tl.load(cu_seqlens + sequence + 1) - first
-    start = (tile - first // CHUNK - first // MIN_CHUNKED) * CHUNK
+    sequence, first, count, start = _locate_tile(cu_seqlens, tile, sequences, CHUNK, MIN_CHUNKED)
     if (tl.load(seq_lens + sequence) > 0) & (count >= MIN_CHUNKED) & (start < count):
         element = out.dtype.element_ty
         at, v_at = tl.arange(0, CHUNK), tl.arange(0, VALUE_DIM)

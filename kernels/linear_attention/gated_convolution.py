@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coatcheck.kernels.kv.recurrent_state import StateRows
 from coatcheck.kernels.linear_attention.convolution import pick_convolution
-from coatcheck.kernels.linear_attention.step_tiles import _find_sequence, count_tiles
+from coatcheck.kernels.linear_attention.step_tiles import _locate_tile, count_tiles
 
 
 def convolve_gated(
@@ -57,11 +57,8 @@ def _convolve_gated(
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOW_ROWS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    sequence = _find_sequence(cu_seqlens, tile, sequences, ROWS, 0)
-    first = tl.load(cu_seqlens + sequence)
-    count = tl.load(cu_seqlens + sequence + 1) - first
+    sequence, first, count, start = _locate_tile(cu_seqlens, tile, sequences, ROWS, 0)
     length = tl.load(seq_lens + sequence)
-    start = (tile - first // ROWS - sequence) * ROWS
     if start < count:
         element = out.dtype.element_ty
         at = start + tl.arange(0, ROWS)

@@ -33,7 +33,7 @@ from coatcheck.kernels.kv.recurrent_state import StateRows
 from coatcheck.kernels.linear_attention.chunks import _EXACT, MIN_CHUNKED, _product
 from coatcheck.kernels.linear_attention.convolution import _update_window
 from coatcheck.kernels.linear_attention.mamba2_recurrence import Mamba2Weights, _step_size
-from coatcheck.kernels.linear_attention.step_tiles import _find_sequence, count_tiles
+from coatcheck.kernels.linear_attention.step_tiles import _locate_tile, count_tiles
 
 
 class ScanLaunch(NamedTuple):
@@ -83,10 +83,7 @@ def _multiply_chunks(
 ):  # fmt: skip
     """products[t, group, i] = C_t . B_i for all t and i of a chunk."""
     tile, group = tl.program_id(0), tl.program_id(1)
-    sequence = _find_sequence(cu_seqlens, tile, sequences, CHUNK, MIN_CHUNKED)
-    first = tl.load(cu_seqlens + sequence)
-    count = tl.load(cu_seqlens + sequence + 1) - first
-    start = (tile - first // CHUNK - first // MIN_CHUNKED) * CHUNK
+    sequence, first, count, start = _locate_tile(cu_seqlens, tile, sequences, CHUNK, MIN_CHUNKED)
     if (tl.load(seq_lens + sequence) > 0) & (count >= MIN_CHUNKED) & (start < count):
         inner: tl.constexpr = HEADS * HEAD_DIM
         at = tl.arange(0, CHUNK)
@@ -104,11 +101,9 @@ def _scan_heads(
     CHUNK: tl.constexpr, MIN_CHUNKED: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence = _find_sequence(cu_seqlens, tile, sequences, CHUNK, MIN_CHUNKED)
-    first = tl.load(cu_seqlens + sequence)
-    count = tl.load(cu_seqlens + sequence + 1) - first
+    sequence, first, count, tile_start = _locate_tile(cu_seqlens, tile, sequences, CHUNK, MIN_CHUNKED)
     length = tl.load(seq_lens + sequence)
-    if (length > 0) & (count >= MIN_CHUNKED) & (tile == first // CHUNK + first // MIN_CHUNKED):
+    if (length > 0) & (count >= MIN_CHUNKED) & (tile_start == 0):
         inner: tl.constexpr = HEADS * HEAD_DIM
         channels: tl.constexpr = inner + 2 * GROUPS * STATE
         group_size: tl.constexpr = HEADS // GROUPS

@@ -2,7 +2,7 @@
 
 A step has T tokens of S sequences. When a CUDA graph is replayed, only the device knows the sequences' lengths. So a
 kernel is launched for the most tiles that T tokens of S sequences can have, and each program finds its sequence in
-cu_seqlens by bisection. A program whose tile lies past the end of its sequence returns.
+cu_seqlens by bisection (`_locate_tile`). A program whose tile lies past the end of its sequence returns.
 
 The first tile of sequence s has the number
 
@@ -26,6 +26,20 @@ import triton.language as tl  # type: ignore[import-untyped]
 def count_tiles(tokens: int, sequences: int, size: int, min_tokens: int = 0) -> int:
     """The most tile numbers that `tokens` tokens of `sequences` sequences can take, unused numbers included."""
     return tokens // size + (tokens // min_tokens if min_tokens else sequences)
+
+
+@triton.jit
+def _locate_tile(cu_seqlens, tile, sequences, SIZE: tl.constexpr, MIN_TOKENS: tl.constexpr):
+    """(sequence, first, count, start) of the tile with the number `tile`.
+
+    `sequence`: index of the tile's sequence. `first`, `count`: the row of the sequence's first token in the step, and
+    how many tokens it has there. `start`: the tile's first token, counted from `first`; 0 in a sequence's first tile.
+    A tile with start >= count has no tokens. With MIN_TOKENS, nor has one with count < MIN_TOKENS.
+    """
+    sequence = _find_sequence(cu_seqlens, tile, sequences, SIZE, MIN_TOKENS)
+    first = tl.load(cu_seqlens + sequence)
+    count = tl.load(cu_seqlens + sequence + 1) - first
+    return sequence, first, count, (tile - _first_tile(first, sequence, SIZE, MIN_TOKENS)) * SIZE
 
 
 @triton.jit
