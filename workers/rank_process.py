@@ -1,17 +1,20 @@
 """The process of a rank that runs without Ray: a child of `coatcheck serve --no-ray`.
 
-    python -m coatcheck.workers.rank_process FD
+    python -m coatcheck.workers.rank_process FD [early]
 
 reads a RankStart from the socket FD and serves. It answers the message "progress" with its RankProgress. The message
 "stop" ends its group. An error that ends the rank is sent to the parent. When the parent ends, this process ends.
+With `early` it imports its libraries before it reads (see cluster/local/early_process.py).
 """
 
 import ctypes
+import importlib
 import os
 import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Final
@@ -36,7 +39,8 @@ class RankStart:
     """What a rank needs to start. `listener`: the descriptor of rank 0's socket for the rendezvous, else None.
 
     `parent`: the process id of the parent. `rank_on_host` and `ranks_on_host`: see RankActor.
-    `record_base`: see Rank.
+    `record_base`: see Rank. `log`: the file for the output of a process that was started early; None if the process
+    has it from its parent.
     """
 
     config: GroupConfig
@@ -47,6 +51,7 @@ class RankStart:
     ranks_on_host: int
     record_base: str
     parent: int
+    log: str | None = None
 
 
 class RankFailed(Exception):
@@ -72,9 +77,8 @@ class RankProcess:
         try:
             # Imported here: torch reads the environment that __init__ has set, and the thread that answers the parent
             # runs meanwhile.
-            with without_garbage_collection():
-                import_transformers()
-                from coatcheck.workers.rank import Rank
+            import_libraries()
+            from coatcheck.workers.rank import Rank
 
             listener = None if start.listener is None else socket.socket(fileno=start.listener)
             self._rank = Rank(
@@ -125,14 +129,40 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
+def import_libraries() -> None:
+    """Import torch, transformers and the rank's own modules."""
+    with without_garbage_collection():
+        import_transformers()
+        importlib.import_module("coatcheck.workers.rank")
+
+
+def prepare_early() -> None:
+    """Import the libraries for the one rank of this host. If that fails, the rank fails later, with a log."""
+    die_with_parent(os.getppid())
+    set_thread_environment(threads=divide_cores(0, 1), host=_HOST)
+    with suppress(Exception):
+        import_libraries()
+
+
+def write_log(path: str) -> None:
+    """Append the output of this process to the file from now on."""
+    with open(path, "ab") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+
+
 def main() -> None:
     """Serve one rank. Stderr is the rank's log."""
     connection = Connection(int(sys.argv[1]))
-    start: RankStart = connection.recv()
-    die_with_parent(start.parent)
     # systemd sends these signals to every process of a service. The parent drains first, and then stops this process.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    if len(sys.argv) > 2:
+        prepare_early()
+    start: RankStart = connection.recv()
+    die_with_parent(start.parent)
+    if start.log is not None:
+        write_log(start.log)
     config = start.config
     configure_logging(config.log_format, rank=f"{config.name}/{start.rank}")
     RankProcess(start, connection).run()

@@ -2,18 +2,20 @@
 
 import asyncio
 import os
-import sys
+import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, Self
 
+from coatcheck.cluster.local.early_process import COMMAND, take_early_process
 from coatcheck.workers.core.rank_progress import RankProgress
 from coatcheck.workers.rank_process import RankStart
 
-_COMMAND: Final = (sys.executable, "-P", "-m", "coatcheck.workers.rank_process")
 _READ_SECONDS: Final = 1.0
 
 
@@ -21,26 +23,33 @@ class ChildRank:
     """`exit`: done when the process has ended and its last messages are read. `error`: the exception that the rank has
     sent; None if it has sent none. `log`: the file of its output."""
 
-    def __init__(self, process: asyncio.subprocess.Process, connection: Connection, log: Path) -> None:
-        self.exit = asyncio.ensure_future(self._wait())
+    def __init__(self, process: "subprocess.Popen[bytes]", connection: Connection, log: Path) -> None:
         self.error: Exception | None = None
         self.log = log
         self._process = process
         self._connection = connection
         self._asked: list[asyncio.Future[RankProgress]] = []
+        self._has_ended = asyncio.Event()
         self._is_read = asyncio.Event()  # set at the end of the connection
-        asyncio.get_running_loop().add_reader(connection.fileno(), self._receive)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(connection.fileno(), self._receive)
+        threading.Thread(target=self._wait_in_thread, args=(loop,), daemon=True).start()
+        self.exit = asyncio.ensure_future(self._wait())
 
     @classmethod
-    async def start(cls, start: RankStart, log: Path, environment: Mapping[str, str]) -> Self:
-        """Start the process. `environment`: variables that the rank has in addition to those of this process."""
+    def start(cls, start: RankStart, log: Path, environment: Mapping[str, str]) -> Self:
+        """Start the process, or take the early one. `environment`: variables that the rank has in addition to those of
+        this process."""
+        if not environment and (early := take_early_process(start)):
+            child = cls(early.process, early.connection, log)
+            child.send(replace(start, listener=None, log=str(log)))
+            return child
         ours, theirs = Pipe()
         descriptors = [theirs.fileno(), *([start.listener] if start.listener is not None else [])]
         with theirs, log.open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                *_COMMAND,
-                str(theirs.fileno()),
-                stdin=asyncio.subprocess.DEVNULL,
+            process = subprocess.Popen(
+                [*COMMAND, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 pass_fds=descriptors,
@@ -68,11 +77,15 @@ class ChildRank:
 
     def kill(self) -> None:
         """End the process with SIGKILL."""
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        self._process.kill()
+
+    def _wait_in_thread(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._process.wait()
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self._has_ended.set)
 
     async def _wait(self) -> None:
-        await self._process.wait()
+        await self._has_ended.wait()
         with suppress(TimeoutError):  # a process that the rank has forked may hold the socket open
             await asyncio.wait_for(self._is_read.wait(), _READ_SECONDS)
 

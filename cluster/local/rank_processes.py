@@ -82,7 +82,7 @@ class RankProcesses:
         try:
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 for rank in range(self.tp):
-                    self._ranks.append(await self._start_rank(rank, listener, incarnation))
+                    self._ranks.append(self._start_rank(rank, listener, incarnation))
         except OSError as error:  # too many open files, or no memory for another process: the next start may succeed
             raise RankEnded(f"rank {len(self._ranks)} could not start: {error}") from None
 
@@ -136,7 +136,7 @@ class RankProcesses:
             rank.kill()
         self._ranks = []
 
-    async def _start_rank(self, rank: int, listener: socket.socket, incarnation: int) -> ChildRank:
+    def _start_rank(self, rank: int, listener: socket.socket, incarnation: int) -> ChildRank:
         start = RankStart(
             self._config,
             rank,
@@ -149,7 +149,7 @@ class RankProcesses:
         )
         log = self._folder / f"{self.group}-rank-{rank}.log"
         environment = {"CUDA_VISIBLE_DEVICES": self._gpus[rank]} if self._gpus else {}
-        return await ChildRank.start(start, log, environment)
+        return ChildRank.start(start, log, environment)
 
     def _explain_end(self, number: int) -> str:
         rank = self._ranks[number]

@@ -14,14 +14,20 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
+
+from coatcheck.workers.host.model_names import keep_model_names
 
 _COMPILER: Final = "torch._dynamo"
 _INDEXING: Final = "torch._dynamo._trace_wrapped_higher_order_op"
 # Modules of transformers that every model of ours imports, and that import the rest.
-_MODULES: Final = ("transformers.modeling_utils", "transformers.masking_utils", "transformers.generation.utils")
+_MODULES: Final = (
+    "transformers.models",
+    "transformers.modeling_utils",
+    "transformers.masking_utils",
+    "transformers.generation.utils",
+)
 
 _log = logging.getLogger(__name__)
 
@@ -45,9 +51,8 @@ def import_transformers() -> None:
     if "transformers" in sys.modules:
         return
     try:
-        with _without_compiler():
+        with _without_compiler(), keep_model_names():
             _disable_distributed()
-            _import_model_list()
             for name in _MODULES:
                 importlib.import_module(name)
     except Exception as error:
@@ -67,19 +72,6 @@ def _disable_distributed() -> None:
         is_torch_distributed_available()
     if is_torch_distributed_available():
         raise ImportError("is_torch_distributed_available() does not keep its first answer")
-
-
-def _import_model_list() -> None:
-    """Import `transformers.models` with the list of models that `transformers` has made just before.
-
-    By itself that package would read the source of every model once more: a tenth of the time of a rank's imports.
-    """
-    from transformers.utils import import_utils
-
-    list_names = import_utils.define_import_structure
-    models = Path(importlib.import_module("transformers").__file__ or "").parent / "models"
-    with _replace(import_utils, "define_import_structure", lambda _: list_names(models)):
-        importlib.import_module("transformers.models")
 
 
 @contextmanager

@@ -23,7 +23,7 @@ async def test_any_error_of_a_start_reaches_the_parent(tmp_path: Path) -> None:
         record_base=str(tmp_path / "record"),
         parent=os.getpid(),
     )
-    rank = await ChildRank.start(start, tmp_path / "log", {})
+    rank = ChildRank.start(start, tmp_path / "log", {})
     os.close(listener)
     async with asyncio.timeout(MAX_WAIT_SECONDS):
         await rank.exit
