@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 def with_converted_model(config: ServeConfig) -> ServeConfig:
     """The same settings; if `model` is a GGUF file, with the directory that it is converted to. The directory has the
-    file's name, so the model has that name for clients. Converts unless that was done before.
+    file's name, so the model has that name for clients. Converts unless that was done before. Other processes do not
+    delete the directory as long as this process runs, or ever if the cluster outlives this process.
 
     Raises InvalidModel for a file that is broken or not served.
     """
@@ -24,9 +25,9 @@ def with_converted_model(config: ServeConfig) -> ServeConfig:
     if path is None:
         return config
     # Imported late: other models need neither numpy nor the gguf package.
-    from coatcheck.workers.gguf.conversion_cache import cached_directory
+    from coatcheck.workers.gguf.conversion_cache import hold_directory
 
-    directory = cached_directory(path, config.dtype)
+    directory = hold_directory(path, config.dtype, outlives=config.ray_address is not None)
     if not directory.is_dir():
         convert_with_progress(path, directory, config.dtype)
     return config.model_copy(update={"model": str(directory)})
@@ -41,7 +42,10 @@ def convert_with_progress(path: Path, directory: Path, dtype: str) -> None:
     console = Console(stderr=True)
     console.print(f"converting {path.name} to {directory}", soft_wrap=True, markup=False, highlight=False)
     with _progress_bar(console) as progress:
-        convert(path, directory, dtype, progress)
+        freed = convert(path, directory, dtype, progress)
+    if freed:
+        text = f"deleted earlier conversions of {path.name}, which freed {freed / 2**20:,.0f} MiB"
+        console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 @contextmanager

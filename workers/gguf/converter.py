@@ -142,9 +142,11 @@ def _convert_in_threads(weights: Sequence[Weight]) -> Iterator[tuple[Weight, lis
     with ThreadPoolExecutor(threads) as pool:
         try:
             for weight in weights:
-                # Transposed matrices are converted whole.
-                height = weight.sources[0].shape[-2] if weight.is_transposed else 0
-                step = height or max(1, _CHUNK // weight.sources[0].columns)
+                step = max(1, _CHUNK // weight.sources[0].columns)
+                if weight.is_transposed:
+                    step = weight.sources[0].shape[-2]  # each matrix whole
+                if weight.are_latent_heads:
+                    step = weight.num_rows
                 for start in range(0, weight.num_rows, step):
                     running.append((weight, pool.submit(_convert, weight, start, start + step)))
                     if len(running) > threads:
@@ -159,19 +161,31 @@ def _convert_in_threads(weights: Sequence[Weight]) -> Iterator[tuple[Weight, lis
 
 def _convert(weight: Weight, start: int, stop: int) -> list[Array]:
     """The pieces of output_tensors(weight) from the rows [start, stop) of each source."""
+    if weight.are_latent_heads:
+        keys, values = (dequantise(source.type, source.read_rows()).reshape(source.shape) for source in weight.sources)
+        return [_cast(join_latent_heads(keys, values), weight.dtype)]
     rows = slice(start, stop) if weight.rows is None else weight.rows[start:stop]
     pieces = [source.read_rows()[rows] for source in weight.sources]
     return [_plain(weight, pieces)] if weight.form is None else _codes(weight, pieces)
 
 
+def join_latent_heads(keys: Array, values: Array) -> Array:
+    """kv_b_proj of latent attention, [heads × (columns of a key + columns of a value), latent], of keys
+    [heads, latent, columns of a key] and values [heads, columns of a value, latent]."""
+    return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(-1, values.shape[-1])
+
+
 def _plain(weight: Weight, pieces: Sequence[Array]) -> Array:
     """The elements in the weight's dtype, as bytes or numbers."""
-    (tensor, *others), is_changed = weight.sources, weight.is_transposed or weight.offset != 0
+    tensor, *others = weight.sources
+    is_changed = weight.is_transposed or weight.change is not None or weight.columns is not None
     if not others and not is_changed and PLAIN.get(tensor.type) == weight.dtype:
         return pieces[0]
     values = _alternate([dequantise(source.type, piece) for source, piece in zip(weight.sources, pieces, strict=True)])
-    if weight.offset:
-        values = values - np.float32(weight.offset)
+    if weight.columns is not None:
+        values = values[:, weight.columns]
+    if weight.change is not None:
+        values = weight.change(values)
     return _cast(values.T if weight.is_transposed else values, weight.dtype)
 
 
@@ -182,8 +196,11 @@ def _codes(weight: Weight, pieces: Sequence[Array]) -> list[Array]:
     for source, piece in zip(weight.sources, pieces, strict=True):
         found.append(read_codes(source.type, piece).in_form(FORMS[source.type], form))
     codes = _alternate([one.codes for one in found])
-    scales = _alternate([one.scales for one in found])
-    return [_pack(codes, form.kind), scales, *([] if found[0].zeros is None else [found[0].zeros])]
+    groups = [_alternate([one.scales for one in found]), *([] if found[0].zeros is None else [found[0].zeros])]
+    if weight.columns is not None:
+        codes = codes[:, weight.columns]
+        groups = [one[:, weight.columns[:: form.group] // form.group] for one in groups]
+    return [_pack(codes, form.kind), *groups]
 
 
 def _alternate(parts: Sequence[Array]) -> Array:

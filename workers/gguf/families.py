@@ -5,7 +5,7 @@ otherwise than transformers': it adds 1 to the norms of Gemma, and reorders the 
 GgufFamily says how to undo that. Imports no torch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -13,22 +13,34 @@ import numpy as np
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.gguf import config_fields as fields
+from coatcheck.workers.gguf import expert_fields, row_orders, state_fields
+from coatcheck.workers.gguf import tensor_names as names
 from coatcheck.workers.gguf.block_codes import Array
 from coatcheck.workers.gguf.gguf_file import GgufFile
+from coatcheck.workers.gguf.row_orders import RowOrder
 
-RowOrder = Callable[[GgufFile, int], Array]
+Change = Callable[[Array], Array]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """Names of tensors in a layer, with their endings, that only one kind of layer has: those that a layer must have,
+    and those that it has in some models."""
+
+    required: frozenset[str]
+    optional: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
     """A model family. `model_type`: transformers' name. `config`: returns the fields of its config.json.
 
-    `names`: {name in GGUF: name in transformers}, without .weight and .bias, with {} for the layer; or both with their
-    endings. Experts are stacked in GGUF and have a second {} in transformers.
+    `names`: see tensor_names.py.
     `plain`: names in GGUF of weights that are no linears, and so cannot stay quantised.
-    `orders`: weights whose rows GGUF has in another order. A function returns, for the file and the number of rows,
-    which row in GGUF each row in transformers is.
-    `norm_offset`: added to norms in GGUF. `transposed`: weights that transformers stores as [in, out].
+    `orders`, `column_orders`: weights whose rows, or columns, GGUF has in another order.
+    `changes`: {name in a layer, with its ending: function of GGUF's values in float32 that returns transformers'}.
+    `transposed`: weights that transformers stores as [in, out].
+    `kinds`: for a family whose layers differ, returns the kind of each layer. `kind_tensors`: by kind.
     """
 
     model_type: str
@@ -36,217 +48,161 @@ class GgufFamily:
     names: Mapping[str, str]
     plain: frozenset[str] = frozenset(("token_embd",))
     orders: Mapping[str, RowOrder] = field(default_factory=dict)
-    norm_offset: float = 0.0
+    column_orders: Mapping[str, RowOrder] = field(default_factory=dict)
+    changes: Mapping[str, Change] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()
+    kinds: Callable[[GgufFile], Sequence[str]] | None = None
+    kind_tensors: Mapping[str, LayerTensors] = field(default_factory=dict)
 
 
-# Tensors with tables of rotary embeddings. config_fields.py reads them.
+# Tensors with tables of rotary embeddings. field_readers.py reads them.
 ROPE_TENSORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Weights that a rank holds as one. They stay quantised only if all are stored in the same way.
 MERGED: Final = (
     ("blk.{}.attn_q", "blk.{}.attn_k", "blk.{}.attn_v"),
+    ("blk.{}.attn_q_a", "blk.{}.attn_kv_a_mqa"),
+    ("blk.{}.attn_qkv", "blk.{}.attn_gate", "blk.{}.ssm_beta", "blk.{}.ssm_alpha"),
     ("blk.{}.ffn_gate", "blk.{}.ffn_up"),
     ("blk.{}.ffn_gate_shexp", "blk.{}.ffn_up_shexp"),
     ("blk.{}.ffn_gate_exps", "blk.{}.ffn_up_exps"),
 )
 
 
-def _rotary_pairs(heads_key: str) -> RowOrder:
-    """GGUF's llama has the two rows of a rotary pair side by side, transformers has the second rows of all pairs of a
-    head behind the first ones. `heads_key`: the metadata key of the number of heads."""
-
-    def order(file: GgufFile, rows: int) -> Array:
-        heads = file.count(heads_key, file.count("attention.head_count"))
-        _check_division(file, rows, 2 * heads)
-        return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
-
-    return order
+def _subtract_one(values: Array) -> Array:
+    return values - np.float32(1)
 
 
-def _falcon_groups(file: GgufFile, rows: int) -> Array:
-    """GGUF has the queries of all heads, then the keys, then the values. transformers has them by key/value head."""
-    heads = file.count("attention.head_count")
-    kv_heads = file.count("attention.head_count_kv", 1)
-    _check_division(file, rows, heads + 2 * kv_heads)
-    _check_division(file, heads, kv_heads)
-    by_head = np.arange(rows).reshape(heads + 2 * kv_heads, -1)
-    queries = by_head[:heads].reshape(kv_heads, heads // kv_heads, -1)
-    keys, values = (by_head[start : start + kv_heads, np.newaxis] for start in (heads, heads + kv_heads))
-    return np.concatenate([queries, keys, values], axis=1).ravel()
+def _log_of_negative(values: Array) -> Array:
+    """GGUF's -exp(A_log) as A_log."""
+    logarithms: Array = np.log(-values)
+    return logarithms
 
 
-def _check_division(file: GgufFile, count: int, parts: int) -> None:
-    if parts < 1 or count % parts:
-        raise InvalidModel(f"{file.path}: heads of attention do not divide {count} by {parts}; fetch it again")
+def _weights(*leaves: str) -> frozenset[str]:
+    return frozenset(f"{leaf}.weight" for leaf in leaves)
 
 
-_LLAMA_ORDERS: Final = {
-    "attn_q": _rotary_pairs("attention.head_count"),
-    "attn_k": _rotary_pairs("attention.head_count_kv"),
+def _dense_layers_first(file: GgufFile) -> list[str]:
+    """The first layers of some mixtures of experts are dense."""
+    dense = file.count("leading_dense_block_count", 0)
+    return ["dense" if layer < dense else "experts" for layer in range(file.num_layers)]
+
+
+_NORMS_WITH_ONE: Final[Mapping[str, Change]] = dict.fromkeys(
+    (
+        "attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "post_attention_norm.weight", "ffn_norm.weight",
+        "post_ffw_norm.weight", "output_norm.weight",
+    ),
+    _subtract_one,
+)  # fmt: skip
+_ATTENTION_TENSORS: Final = LayerTensors(
+    _weights("attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm")
+)
+_DENSE_OR_EXPERTS: Final = {
+    "dense": LayerTensors(_weights("ffn_gate", "ffn_up", "ffn_down")),
+    "experts": LayerTensors(
+        _weights("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
+        _weights("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp") | {"exp_probs_b.bias"},
+    ),
 }
+_DELTA_NET: Final[dict[str, Any]] = dict(
+    plain=frozenset(("token_embd", "ssm_conv1d")),
+    orders=row_orders.DELTA_NET_ORDERS,
+    column_orders=row_orders.DELTA_NET_COLUMNS,
+    changes={**_NORMS_WITH_ONE, "ssm_a": _log_of_negative},
+    kinds=state_fields.qwen35_kinds,
+    kind_tensors={
+        "attention": _ATTENTION_TENSORS,
+        "state": LayerTensors(
+            _weights("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha", "ssm_conv1d", "ssm_norm", "ssm_out")
+            | {"ssm_a", "ssm_dt.bias"}
+        ),
+    },
+)
+_LATENT: Final[dict[str, Any]] = dict(kinds=_dense_layers_first, kind_tensors=_DENSE_OR_EXPERTS)
 
-
-def _layer(**names: str) -> dict[str, str]:
-    return {f"blk.{{}}.{leaf}": f"model.layers.{{}}.{name}" for leaf, name in names.items()}
-
-
-_ENDS: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_ATTENTION: Final = _layer(
-    attn_norm="input_layernorm",
-    attn_q="self_attn.q_proj",
-    attn_k="self_attn.k_proj",
-    attn_v="self_attn.v_proj",
-    attn_output="self_attn.o_proj",
-    ffn_norm="post_attention_layernorm",
-)
-_GATED: Final = _layer(ffn_gate="mlp.gate_proj", ffn_up="mlp.up_proj", ffn_down="mlp.down_proj")
-_HEAD_NORMS: Final = _layer(attn_q_norm="self_attn.q_norm", attn_k_norm="self_attn.k_norm")
-_LLAMA: Final = _ENDS | _ATTENTION | _GATED
-_EXPERTS: Final = _layer(
-    ffn_gate_inp="mlp.gate",
-    ffn_gate_exps="mlp.experts.{}.gate_proj",
-    ffn_up_exps="mlp.experts.{}.up_proj",
-    ffn_down_exps="mlp.experts.{}.down_proj",
-)
-_SHARED_EXPERT: Final = _layer(
-    ffn_gate_inp_shexp="mlp.shared_expert_gate",
-    ffn_gate_shexp="mlp.shared_expert.gate_proj",
-    ffn_up_shexp="mlp.shared_expert.up_proj",
-    ffn_down_shexp="mlp.shared_expert.down_proj",
-)
-_MIXTRAL: Final = _layer(
-    ffn_gate_inp="block_sparse_moe.gate",
-    ffn_gate_exps="block_sparse_moe.experts.{}.w1",
-    ffn_up_exps="block_sparse_moe.experts.{}.w3",
-    ffn_down_exps="block_sparse_moe.experts.{}.w2",
-)
-_GEMMA_NORMS: Final = _layer(
-    post_attention_norm="post_attention_layernorm",
-    ffn_norm="pre_feedforward_layernorm",
-    post_ffw_norm="post_feedforward_layernorm",
-)
-_PLAIN_MLP: Final = _layer(ffn_up="mlp.up_proj", ffn_down="mlp.down_proj")
-_GPT2: Final = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "blk.{}.attn_norm": "transformer.h.{}.ln_1",
-    "blk.{}.attn_qkv": "transformer.h.{}.attn.c_attn",
-    "blk.{}.attn_output": "transformer.h.{}.attn.c_proj",
-    "blk.{}.ffn_norm": "transformer.h.{}.ln_2",
-    "blk.{}.ffn_up": "transformer.h.{}.mlp.c_fc",
-    "blk.{}.ffn_down": "transformer.h.{}.mlp.c_proj",
-}
-_GPT_OSS: Final = (
-    _ENDS
-    | _ATTENTION
-    | _layer(post_attention_norm="post_attention_layernorm", ffn_gate_inp="mlp.router")
-    | {"blk.{}.attn_sinks.weight": "model.layers.{}.self_attn.sinks"}
-    | _layer(
-        ffn_gate_exps="mlp.experts.gate_up_proj",
-        ffn_up_exps="mlp.experts.gate_up_proj",
-        ffn_down_exps="mlp.experts.down_proj",
-    )
-)
-_LFM2: Final = {
-    "token_embd": "model.embed_tokens",
-    "token_embd_norm": "model.embedding_norm",
-    "output": "lm_head",
-} | _layer(
-    attn_norm="operator_norm",
-    attn_q="self_attn.q_proj",
-    attn_k="self_attn.k_proj",
-    attn_v="self_attn.v_proj",
-    attn_output="self_attn.out_proj",
-    attn_q_norm="self_attn.q_layernorm",
-    attn_k_norm="self_attn.k_layernorm",
-    ffn_norm="ffn_norm",
-    ffn_gate="feed_forward.w1",
-    ffn_up="feed_forward.w3",
-    ffn_down="feed_forward.w2",
-) | {
-    "blk.{}.shortconv.conv": "model.layers.{}.conv.conv",
-    "blk.{}.shortconv.in_proj": "model.layers.{}.conv.in_proj",
-    "blk.{}.shortconv.out_proj": "model.layers.{}.conv.out_proj",
-}  # fmt: skip
-
-_FALCON: Final = {
-    "token_embd": "transformer.word_embeddings",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "blk.{}.attn_qkv": "transformer.h.{}.self_attention.query_key_value",
-    "blk.{}.attn_output": "transformer.h.{}.self_attention.dense",
-    "blk.{}.ffn_up": "transformer.h.{}.mlp.dense_h_to_4h",
-    "blk.{}.ffn_down": "transformer.h.{}.mlp.dense_4h_to_h",
-}
-_FALCON_ORDERS: Final = {"attn_qkv": _falcon_groups}
 # By whether layers have one norm, or one for attention and one for the MLP.
 _FALCONS: Final = {
-    False: GgufFamily(
-        "falcon",
-        fields.falcon,
-        _FALCON | {"blk.{}.attn_norm": "transformer.h.{}.input_layernorm"},
-        orders=_FALCON_ORDERS,
-    ),
-    True: GgufFamily(
-        "falcon",
-        fields.falcon,
-        _FALCON | {"blk.{}.attn_norm_2": "transformer.h.{}.ln_attn", "blk.{}.attn_norm": "transformer.h.{}.ln_mlp"},
-        orders=_FALCON_ORDERS,
-    ),
+    has_two: GgufFamily("falcon", fields.falcon, names.FALCON | norms, orders=row_orders.FALCON_ORDERS)
+    for has_two, norms in (
+        (False, {"blk.{}.attn_norm": "transformer.h.{}.input_layernorm"}),
+        (True, {"blk.{}.attn_norm_2": "transformer.h.{}.ln_attn", "blk.{}.attn_norm": "transformer.h.{}.ln_mlp"}),
+    )
 }
-_DENSE_LLAMA: Final = GgufFamily("llama", fields.llama, _LLAMA, orders=_LLAMA_ORDERS)
-_MIXTURE_OF_LLAMA: Final = GgufFamily("mixtral", fields.mixtral, _ENDS | _ATTENTION | _MIXTRAL, orders=_LLAMA_ORDERS)
+# By whether the router has a bias on its scores.
+_DEEPSEEKS: Final = {
+    False: GgufFamily("deepseek_v2", expert_fields.deepseek_v2, names.DEEPSEEK, **_LATENT),
+    True: GgufFamily("deepseek_v3", expert_fields.deepseek_v3, names.DEEPSEEK, **_LATENT),
+}
+_MIXTURE_OF_LLAMA: Final = GgufFamily(
+    "mixtral", expert_fields.mixtral, names.MIXTURE_OF_LLAMA, orders=row_orders.LLAMA_ORDERS
+)
 
 # By general.architecture.
 FAMILIES: Final[Mapping[str, GgufFamily]] = {
-    "llama": _DENSE_LLAMA,
-    "granite": GgufFamily("granite", fields.granite, _LLAMA, orders=_LLAMA_ORDERS),
-    "smollm3": GgufFamily("smollm3", fields.smollm3, _LLAMA, orders=_LLAMA_ORDERS),
-    "qwen2": GgufFamily("qwen2", fields.qwen, _LLAMA),
-    "qwen3": GgufFamily("qwen3", fields.qwen3, _LLAMA | _HEAD_NORMS),
-    "qwen2moe": GgufFamily("qwen2_moe", fields.qwen2_moe, _ENDS | _ATTENTION | _EXPERTS | _SHARED_EXPERT),
-    "qwen3moe": GgufFamily("qwen3_moe", fields.qwen3_moe, _ENDS | _ATTENTION | _EXPERTS | _HEAD_NORMS),
-    "olmo2": GgufFamily(
-        "olmo2",
-        fields.olmo2,
-        _LLAMA
-        | _HEAD_NORMS
-        | _layer(post_attention_norm="post_attention_layernorm", post_ffw_norm="post_feedforward_layernorm"),
-    ),
-    "phi3": GgufFamily(
-        "phi3",
-        fields.phi3,
-        _ENDS | _ATTENTION | _layer(attn_qkv="self_attn.qkv_proj", ffn_up="mlp.gate_up_proj", ffn_down="mlp.down_proj"),
-    ),
-    "gemma": GgufFamily("gemma", fields.gemma, _LLAMA, norm_offset=1.0),
-    "gemma2": GgufFamily("gemma2", fields.gemma2, _LLAMA | _GEMMA_NORMS, norm_offset=1.0),
-    "gemma3": GgufFamily("gemma3_text", fields.gemma3, _LLAMA | _GEMMA_NORMS | _HEAD_NORMS, norm_offset=1.0),
-    "starcoder2": GgufFamily(
-        "starcoder2", fields.starcoder2, _ENDS | _ATTENTION | _layer(ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")
-    ),
-    "stablelm": GgufFamily("stablelm", fields.stablelm, _LLAMA),
-    "nemotron": GgufFamily("nemotron", fields.nemotron, _ENDS | _ATTENTION | _PLAIN_MLP, norm_offset=1.0),
+    "llama": GgufFamily("llama", fields.llama, names.LLAMA, orders=row_orders.LLAMA_ORDERS),
+    "granite": GgufFamily("granite", fields.granite, names.LLAMA, orders=row_orders.LLAMA_ORDERS),
+    "smollm3": GgufFamily("smollm3", fields.smollm3, names.LLAMA, orders=row_orders.LLAMA_ORDERS),
+    "qwen2": GgufFamily("qwen2", fields.qwen, names.LLAMA),
+    "qwen3": GgufFamily("qwen3", fields.qwen3, names.QWEN3),
+    "qwen2moe": GgufFamily("qwen2_moe", expert_fields.qwen2_moe, names.QWEN2_MOE),
+    "qwen3moe": GgufFamily("qwen3_moe", expert_fields.qwen3_moe, names.QWEN3_MOE),
+    "qwen35": GgufFamily("qwen3_5_text", state_fields.qwen35, names.QWEN35, **_DELTA_NET),
+    "qwen35moe": GgufFamily("qwen3_5_moe_text", state_fields.qwen35_moe, names.QWEN35_MOE, **_DELTA_NET),
+    "olmo2": GgufFamily("olmo2", fields.olmo2, names.OLMO2),
+    "olmoe": GgufFamily("olmoe", expert_fields.olmoe, names.QWEN3_MOE),
+    "phi3": GgufFamily("phi3", fields.phi3, names.PHI3),
+    "gemma": GgufFamily("gemma", fields.gemma, names.LLAMA, changes=_NORMS_WITH_ONE),
+    "gemma2": GgufFamily("gemma2", fields.gemma2, names.GEMMA2, changes=_NORMS_WITH_ONE),
+    "gemma3": GgufFamily("gemma3_text", fields.gemma3, names.GEMMA3, changes=_NORMS_WITH_ONE),
+    "starcoder2": GgufFamily("starcoder2", fields.starcoder2, names.STARCODER2),
+    "stablelm": GgufFamily("stablelm", fields.stablelm, names.LLAMA),
+    "nemotron": GgufFamily("nemotron", fields.nemotron, names.NEMOTRON, changes=_NORMS_WITH_ONE),
     "gpt2": GgufFamily(
         "gpt2",
         fields.gpt2,
-        _GPT2,
+        names.GPT2,
         plain=frozenset(("token_embd", "position_embd", "attn_qkv", "attn_output", "ffn_up", "ffn_down")),
         transposed=frozenset(("attn_qkv", "attn_output", "ffn_up", "ffn_down")),
     ),
     "falcon": _FALCONS[False],
-    "minimax-m2": GgufFamily(
-        "minimax_m2",
-        fields.minimax_m2,
-        _ENDS
-        | _ATTENTION
-        | _HEAD_NORMS
-        | _MIXTRAL
-        | {"blk.{}.exp_probs_b.bias": "model.layers.{}.block_sparse_moe.e_score_correction_bias"},
+    "minimax-m2": GgufFamily("minimax_m2", expert_fields.minimax_m2, names.MINIMAX_M2),
+    "gpt-oss": GgufFamily("gpt_oss", expert_fields.gpt_oss, names.GPT_OSS),
+    "lfm2": GgufFamily(
+        "lfm2",
+        state_fields.lfm2,
+        names.LFM2,
+        plain=frozenset(("token_embd", "shortconv.conv")),
+        kinds=state_fields.lfm2_kinds,
+        kind_tensors={
+            "attention": _ATTENTION_TENSORS,
+            "state": LayerTensors(
+                _weights("shortconv.conv", "shortconv.in_proj", "shortconv.out_proj"),
+                frozenset(("shortconv.conv.bias", "shortconv.in_proj.bias", "shortconv.out_proj.bias")),
+            ),
+        },
     ),
-    "gpt-oss": GgufFamily("gpt_oss", fields.gpt_oss, _GPT_OSS),
-    "lfm2": GgufFamily("lfm2", fields.lfm2, _LFM2, plain=frozenset(("token_embd", "shortconv.conv"))),
+    "deepseek2": _DEEPSEEKS[True],
+    "glm4": GgufFamily("glm4", fields.glm4, names.GLM4, orders=row_orders.GLM4_ORDERS),
+    "glm4moe": GgufFamily(
+        "glm4_moe", expert_fields.glm4_moe, names.GLM4_MOE, kinds=_dense_layers_first, kind_tensors=_DENSE_OR_EXPERTS
+    ),
+    "command-r": GgufFamily(
+        "cohere", fields.cohere, names.COHERE, plain=frozenset(("token_embd", "attn_q_norm", "attn_k_norm"))
+    ),
+    "cohere2": GgufFamily("cohere2", fields.cohere2, names.COHERE),
+    "exaone4": GgufFamily("exaone4", fields.exaone4, names.EXAONE4),
+    "ernie4_5": GgufFamily("ernie4_5", fields.ernie4_5, names.LLAMA),
+    "ernie4_5-moe": GgufFamily(
+        "ernie4_5_moe",
+        expert_fields.ernie4_5_moe,
+        names.ERNIE_MOE,
+        kinds=_dense_layers_first,
+        kind_tensors=_DENSE_OR_EXPERTS,
+    ),
+    "hunyuan-dense": GgufFamily("hunyuan_v1_dense", fields.llama, names.HUNYUAN),
+    "hunyuan-moe": GgufFamily("hunyuan_v1_moe", expert_fields.hunyuan_moe, names.HUNYUAN_MOE),
+    "seed_oss": GgufFamily("seed_oss", fields.seed_oss, names.SEED_OSS),
 }
 
 
@@ -256,6 +212,11 @@ def family_of(file: GgufFile) -> GgufFamily:
         return _MIXTURE_OF_LLAMA
     if file.architecture == "falcon":
         return _FALCONS["blk.0.attn_norm_2.weight" in file.tensors]
+    if file.architecture == "deepseek2":
+        return _DEEPSEEKS[any(name.endswith(".exp_probs_b.bias") for name in file.tensors)]
     if file.architecture not in FAMILIES:
-        raise fields.refuse_architecture(file, FAMILIES)
+        raise InvalidModel(
+            f"{file.path} has the architecture {file.architecture}, which is not served from GGUF; served are "
+            f"{', '.join(sorted(FAMILIES))}; serve the model's safetensors checkpoint instead"
+        )
     return FAMILIES[file.architecture]

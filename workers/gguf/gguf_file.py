@@ -105,6 +105,11 @@ class GgufFile:
         """The model's name: that of its file."""
         return model_stem(self.path)
 
+    @property
+    def num_layers(self) -> int:
+        """The number of layers, without those at the end that predict further tokens."""
+        return self.count("block_count") - self.count("nextn_predict_layers", 0)
+
     def find(self, key: str) -> Any:
         """The value of `ARCHITECTURE.key`, or None."""
         return self.metadata.get(f"{self.architecture}.{key}")

@@ -48,13 +48,17 @@ def _words(digits: str, suffix: str = f"{_SUFFIX}|") -> str:
     return rf"{suffix}[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|{_SYMBOLS}|{_SPACES}"
 
 
-def _cased_words(digits: str, suffix: str = "") -> str:
-    """The pattern of OpenAI's o200k vocabulary, with other runs of digits and endings of words."""
-    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+def _cased_words(digits: str, suffix: str = "", *, ends: str = "/", without: str = "") -> str:
+    """The pattern of OpenAI's o200k vocabulary, with other runs of digits and endings of words. `ends`: what may follow
+    symbols, besides line breaks. `without`: excludes letters from these words."""
+    upper, lower = (
+        rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]",
+        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]",
+    )
     start = r"[^\r\n\p{L}\p{N}]?"
     return (
         rf"{start}{upper}*{lower}+{suffix}|{start}{upper}+{lower}*{suffix}|{digits}|"
-        rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+        rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n{ends}]*|{_SPACES}"
     )
 
 
@@ -71,6 +75,11 @@ _ONE_DIGIT: Final = PreTokenizer((_words(r"\p{N}"),))
 _QWEN2: Final = PreTokenizer((_words(r"\p{N}"),), composes=True)
 _GPT2: Final = PreTokenizer(splits_words=True)
 _STARCODER: Final = PreTokenizer(splits_words=True, splits_digits=True)
+_KIMI_WORDS: Final = _cased_words(r"\p{N}{1,3}", f"{_SUFFIX}?", ends="", without=r"&&[^\p{Han}]")
+_KIMI: Final = PreTokenizer((rf"[\p{{Han}}]+|{_KIMI_WORDS}",), ignores_merges=True)
+_SEED: Final = PreTokenizer(
+    (rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)
+)
 _GPT4O: Final = PreTokenizer((_cased_words(r"\p{N}{1,3}", f"{_SUFFIX}?"),))
 
 PRE_TOKENIZERS: Final[Mapping[str, PreTokenizer]] = {
@@ -84,7 +93,9 @@ PRE_TOKENIZERS: Final[Mapping[str, PreTokenizer]] = {
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _GPT4O),
     "tekken": PreTokenizer((_cased_words(r"\p{N}"),), ignores_merges=True, adds_bos=True),
     "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+",), splits_words=True, groups_digits=True),
-    "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), PreTokenizer((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK))),
+    "kimi-k2": _KIMI,
+    "seed-coder": _SEED,
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+"), splits_digits=True),
 }
 

@@ -15,7 +15,7 @@ from gguf.constants import GGMLQuantizationType as Type
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.gguf.block_codes import FORMS, PLAIN, Array, CodeForm, can_dequantise
-from coatcheck.workers.gguf.families import MERGED, ROPE_TENSORS, GgufFamily
+from coatcheck.workers.gguf.families import MERGED, ROPE_TENSORS, Change, GgufFamily, LayerTensors
 from coatcheck.workers.gguf.gguf_file import GgufFile, GgufTensor
 
 # By torch's names: those of safetensors.
@@ -29,8 +29,9 @@ class Weight:
     """A weight `name` of `shape`, as a transformers checkpoint has it.
 
     `sources`: the GGUF tensor; of gpt-oss' experts two, gate and up, whose rows alternate. `rows`: which rows of each
-    source, in order; None: all. `form`: of its codes; None: it is stored in `dtype`, by safetensors' name. `offset`: is
-    subtracted. `is_transposed`: the last two sizes are exchanged. `are_blocks`: MXFP4 experts in gpt-oss' own layout.
+    source, in order; None: all. `columns`: which columns, likewise. `form`: of its codes; None: it is stored in
+    `dtype`, by safetensors' name. `change`: a function of its values in float32. `is_transposed`: the last two sizes
+    are exchanged. `are_blocks`: MXFP4 experts in gpt-oss' own layout. `are_latent_heads`: see join_latent_heads.
     """
 
     name: str
@@ -39,9 +40,11 @@ class Weight:
     dtype: str
     form: CodeForm | None = None
     rows: Array | None = None
-    offset: float = 0.0
+    columns: Array | None = None
+    change: Change | None = None
     is_transposed: bool = False
     are_blocks: bool = False
+    are_latent_heads: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -69,7 +72,7 @@ def plan_weights(file: GgufFile, family: GgufFamily, dtype: str) -> list[Weight]
     weights = [
         weight
         for tensor in file.tensors.values()
-        if tensor.name not in ROPE_TENSORS and not _UNUSED.fullmatch(tensor.name)
+        if tensor.name not in ROPE_TENSORS and not _UNUSED.fullmatch(tensor.name) and not _predicts(file, tensor.name)
         for weight in planner.place(tensor)
     ]
     names = [weight.name for weight in weights]
@@ -78,26 +81,34 @@ def plan_weights(file: GgufFile, family: GgufFamily, dtype: str) -> list[Weight]
     return weights
 
 
+def _predicts(file: GgufFile, name: str) -> bool:
+    """Whether the tensor is of a layer that predicts further tokens."""
+    found = _IN_LAYER.fullmatch(name)
+    return found is not None and file.num_layers <= int(found[1]) < file.count("block_count")
+
+
 def _check_complete(file: GgufFile, family: GgufFamily) -> None:
-    """Raise InvalidModel if a tensor is missing that other layers have. Layers of lfm2 differ."""
+    """Raise InvalidModel if a tensor is missing that other layers have, or that a layer of its kind must have."""
     for name in family.names:
         if not name.startswith("blk.") and name != "output":
             file.tensor(f"{name}.weight")
-    layers: list[set[str]] = [set() for _ in range(file.count("block_count"))]
+    layers: list[set[str]] = [set() for _ in range(file.num_layers)]
     for name in file.tensors:
         if (found := _IN_LAYER.fullmatch(name)) and int(found[1]) < len(layers):
             layers[int(found[1])].add(found[2])
-    if family.model_type == "lfm2":
-        return
-    for index, names in enumerate(layers):
-        if lost := set().union(*layers) - names:
+    kinds = family.kinds(file) if family.kinds else [""] * len(layers)
+    for index, (names, kind) in enumerate(zip(layers, kinds, strict=True)):
+        own = family.kind_tensors.get(kind, LayerTensors(frozenset()))
+        others = {name for one in family.kind_tensors.values() for name in one.required | one.optional}
+        needed = set().union(*layers) - (others - own.required - own.optional) | own.required
+        if lost := needed - names:
             file.tensor(f"blk.{index}.{min(lost)}")
 
 
 def _common_forms(file: GgufFile) -> dict[str, CodeForm]:
     """{tensor: the form in which it is written}. Weights that a rank merges get a common form."""
     forms = {tensor.name: FORMS[tensor.type] for tensor in file.tensors.values() if tensor.type in FORMS}
-    for layer in range(file.count("block_count")):
+    for layer in range(file.num_layers):
         for group in MERGED:
             names = [name for part in group if (name := f"{part.format(layer)}.weight") in forms]
             common: CodeForm | None = reduce(
@@ -127,6 +138,8 @@ class _Planner:
             )
         if self.family.model_type == "gpt_oss" and "_exps." in tensor.name:
             yield from self._gpt_oss_experts(tensor, name)
+        elif leaf in ("attn_k_b", "attn_v_b"):
+            yield from self._latent_heads(tensor, name)
         elif "{}" in name:
             if len(tensor.shape) != 3:
                 raise InvalidModel(
@@ -139,20 +152,20 @@ class _Planner:
         elif leaf in self.family.orders:
             column = tensor if len(tensor.shape) > 1 else replace(tensor, shape=(*tensor.shape, 1))
             order = self.family.orders[leaf](self.file, column.rows)
-            yield self._weight(name, column, leaf, shape=tensor.shape, rows=order)
+            yield self._weight(name, column, leaf, shape=_shape(name, leaf, tensor), rows=order)
         else:
-            yield self._weight(name, tensor, leaf, shape=_shape(leaf, tensor))
+            yield self._weight(name, tensor, leaf, shape=_shape(name, leaf, tensor))
 
     def _rename(self, name: str) -> tuple[str, str]:
         """(name in the layer without .weight and .bias, transformers' name)."""
         found = _IN_LAYER.fullmatch(name)
         layer, inner = (int(found[1]), found[2]) if found else (-1, name)
-        leaf, dot, ending = inner.rpartition(".")
+        leaf, dot, ending = inner.rpartition(".") if "." in inner else (inner, "", "")
         prefix = "blk.{}." if found else ""
         template = self.family.names.get(prefix + inner)
         if template is None and ending in ("weight", "bias") and (known := self.family.names.get(prefix + leaf)):
             template = f"{known}{dot}{ending}"
-        if template is None or layer >= self.file.count("block_count"):
+        if template is None or layer >= self.file.num_layers:
             raise InvalidModel(
                 f"{self.file.path} has tensor {name}, which {self.file.architecture} models of this size do not have "
                 "here; serve the model's safetensors checkpoint instead"
@@ -164,18 +177,41 @@ class _Planner:
     ) -> Weight:
         is_linear = name.endswith(".weight") and len(shape) == 2 and leaf not in self.family.plain
         form = self.forms.get(tensor.name) if is_linear else None
-        offset = self.family.norm_offset if tensor.name.endswith("norm.weight") else 0.0
+        columns = self.family.column_orders[leaf](self.file, shape[-1]) if leaf in self.family.column_orders else None
+        if form is not None and columns is not None and not keeps_groups(columns, form.group):
+            form = None
+        found = _IN_LAYER.fullmatch(tensor.name)
+        change = self.family.changes.get(found[2] if found else tensor.name)
         is_transposed = leaf in self.family.transposed and len(shape) == 2
         return Weight(
             name,
             shape[::-1] if is_transposed else shape,
             (tensor,),
-            "F32" if offset else PLAIN.get(tensor.type, self.dtype),
+            "F32" if change else PLAIN.get(tensor.type, self.dtype),
             form=form,
             rows=rows,
-            offset=offset,
+            columns=columns,
+            change=change,
             is_transposed=is_transposed,
         )
+
+    def _latent_heads(self, tensor: GgufTensor, name: str) -> Iterator[Weight]:
+        """Newer files have kv_b_proj of latent attention as two tensors: keys, as [heads, latent, columns of a key],
+        and values, as [heads, columns of a value, latent]."""
+        if "attn_v_b" in tensor.name:
+            self.file.tensor(tensor.name.replace("attn_v_b", "attn_k_b"))
+            return  # placed with its keys
+        values = self.file.tensor(tensor.name.replace("attn_k_b", "attn_v_b"))
+        if not can_dequantise(values.type):
+            return  # refused when it is placed
+        if len(tensor.shape) != 3 or len(values.shape) != 3 or tensor.shape[:2] != (values.shape[0], values.columns):
+            raise InvalidModel(
+                f"{self.file.path}: tensors {tensor.name} and {values.name} have shapes {list(tensor.shape)} and "
+                f"{list(values.shape)}, which do not fit together; fetch it again"
+            )
+        heads, latent, key = tensor.shape
+        shape = (heads * (key + values.shape[1]), latent)
+        yield Weight(name, shape, (tensor, values), self.dtype, are_latent_heads=True)
 
     def _gpt_oss_experts(self, tensor: GgufTensor, name: str) -> Iterator[Weight]:
         """gpt-oss stores all experts in one tensor, with alternating rows of gate and up; unquantised experts as
@@ -197,10 +233,20 @@ class _Planner:
             yield Weight(name, (experts, tensor.columns, size), sources, self.dtype, is_transposed=True)
 
 
-def _shape(leaf: str, tensor: GgufTensor) -> tuple[int, ...]:
+def keeps_groups(order: Array, group: int) -> bool:
+    """Whether an order of columns moves whole groups of columns, which have a common scale."""
+    if len(order) % group:
+        return False
+    groups = order.reshape(-1, group)
+    return bool((groups[:, 0] % group == 0).all() and (groups == groups[:, :1] + np.arange(group)).all())
+
+
+def _shape(name: str, leaf: str, tensor: GgufTensor) -> tuple[int, ...]:
     """GGUF leaves out sizes of 1."""
     if leaf == "ffn_gate_inp_shexp":
         return (1, tensor.columns)
-    if leaf == "shortconv.conv" and len(tensor.shape) == 2:
+    if name.endswith("moe_statics.e_score_correction_bias"):
+        return (1, tensor.columns)
+    if leaf in ("shortconv.conv", "ssm_conv1d") and len(tensor.shape) == 2:
         return (tensor.shape[0], 1, tensor.shape[1])
     return tensor.shape

@@ -1,6 +1,7 @@
 """GGUF files as models of the commands: `serve`, `convert`, `plan`, `verify`, `doctor` and `LLM`."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.preflight.checkpoint import check_checkpoint
 from coatcheck.cluster.preflight.model import check_model, check_model_directory
 from coatcheck.proto.errors import InvalidModel
+from coatcheck.workers.gguf import stale_conversions
 from tests.cluster.command_line import run_here
 from tests.workers.gguf.gguf_models import write_model
 
@@ -43,6 +45,24 @@ def test_serve_takes_the_file_and_its_folder(models: tuple[Path, Path], cache: P
         check(configs[0])
     named = with_converted_model(ServeConfig.build({"model": str(path), "served_model_name": "mine"}))
     assert named.model_name == "mine"
+
+
+def test_the_conversion_of_a_replaced_file_is_deleted(
+    models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a line about it; not while the process that made the conversion runs."""
+    path = Path(shutil.copy2(models[0], tmp_path / "tiny.gguf"))
+    old = []
+    for at in (1, 2):
+        os.utime(path, ns=(at, at))
+        old.append(Path(with_converted_model(ServeConfig.build({"model": str(path)})).model))
+    assert all(directory.is_dir() for directory in old) and "deleted" not in capsys.readouterr().err
+    while stale_conversions._held:  # as if the process ended
+        os.close(stale_conversions._held.popitem()[1])
+    os.utime(path, ns=(3, 3))
+    new = Path(with_converted_model(ServeConfig.build({"model": str(path)})).model)
+    assert "deleted earlier conversions of tiny.gguf, which freed" in capsys.readouterr().err
+    assert not any(directory.exists() for directory in old) and new.is_dir()
 
 
 def test_other_models_are_unchanged(models: tuple[Path, Path]) -> None:

@@ -6,7 +6,7 @@ from gguf.constants import GGMLQuantizationType as Type
 from gguf.quants import dequantize
 
 from coatcheck.workers.gguf.block_codes import FORMS, BlockCodes, CodeForm, Kind, dequantise, read_codes
-from tests.workers.gguf.gguf_models import quantise
+from tests.workers.gguf.gguf_files import quantise
 
 INTEGERS = [kind for kind, form in FORMS.items() if form.kind is not Kind.FP4]
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,19 @@ from gguf.constants import GGMLQuantizationType as Type
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.held_weights import held_bytes
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.gguf.block_codes import FORMS, Kind
 from coatcheck.workers.gguf.converter import Conversion
-from coatcheck.workers.gguf.families import FAMILIES
+from coatcheck.workers.gguf.families import FAMILIES, family_of
+from coatcheck.workers.gguf.gguf_file import GgufFile
+from coatcheck.workers.gguf.weight_plan import plan_weights
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.verification.paged_driver import PagedDriver
-from tests.workers.gguf.gguf_models import MODELS, KindOf, write_model
+from tests.workers.gguf.gguf_files import KindOf
+from tests.workers.gguf.gguf_models import MODELS, write_model
 
 PROMPT = [3 + 7 * place % 190 for place in range(30)]
 # Fields of a config that the file does not have, or that name the same in another way.
@@ -31,6 +36,9 @@ _EQUAL = {
     "llama-other-divisors": {"rope_parameters"}, "mixtral": {"head_dim"}, "gemma": {"hidden_activation"},
     "falcon": {"num_key_value_heads"}, "phi3-longrope": {"rope_parameters"},
     "gpt2": {"num_key_value_heads", "intermediate_size"},
+    "hunyuan-alpha": {"rope_parameters"}, "glm4-sections": {"rope_parameters"},
+    "glm4-moe-lite": {"model_type", "mlp_layer_types"},
+    "qwen35-moe": {"intermediate_size"},
 }  # fmt: skip
 
 
@@ -127,6 +135,53 @@ def test_mixed_types_stay_quantised_where_ranks_merge_weights(tmp_path: Path, na
     forms = {plan[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"}
     assert len(forms) == 1 and None not in forms
     assert greedy(out) == greedy(plain)
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen35-moe"])
+def test_weights_whose_columns_are_reordered_stay_quantised(tmp_path: Path, name: str) -> None:
+    """The columns of a value head are whole groups of every type."""
+    path, plain = write_model(name, tmp_path, mixed)
+    out = convert(path)
+    assert_equal_weights(out, plain, 1e-6)
+    with Checkpoint.open(str(out)) as checkpoint:
+        for leaf in ("out_proj", "in_proj_qkv", "in_proj_z", "in_proj_a"):
+            assert checkpoint.is_quantised(f"model.layers.0.linear_attn.{leaf}.weight")
+    assert greedy(out) == greedy(plain)
+
+
+def test_columns_that_divide_groups_are_dequantised(tmp_path: Path) -> None:
+    """Value heads of 16 columns, in groups of 32."""
+    path, plain = write_model(
+        "qwen35", tmp_path, Type.Q8_0, linear_num_value_heads=16, linear_value_head_dim=16, linear_num_key_heads=2
+    )
+    out = convert(path)
+    assert_equal_weights(out, plain)
+    with Checkpoint.open(str(out)) as checkpoint:
+        assert not checkpoint.is_quantised("model.layers.0.linear_attn.out_proj.weight")
+        assert checkpoint.is_quantised("model.layers.0.linear_attn.in_proj_qkv.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "words"),
+    [
+        ("lfm2", "blk.1.attn_k.weight", "lacks tensor blk.1.attn_k.weight"),
+        ("lfm2", "blk.2.shortconv.conv.weight", "lacks tensor blk.2.shortconv.conv.weight"),
+        ("lfm2", "blk.3.ffn_up.weight", "lacks tensor blk.3.ffn_up.weight"),
+        ("qwen35", "blk.0.ssm_dt.bias", "lacks tensor blk.0.ssm_dt.bias"),
+        ("qwen35", "blk.3.attn_q.weight", "lacks tensor blk.3.attn_q.weight"),
+        ("glm4-moe", "blk.0.ffn_up.weight", "lacks tensor blk.0.ffn_up.weight"),
+        ("glm4-moe", "blk.2.ffn_up_shexp.weight", "lacks tensor blk.2.ffn_up_shexp.weight"),
+        ("deepseek-v3", "blk.1.attn_v_b.weight", "lacks tensor blk.1.attn_v_b.weight"),
+        ("deepseek-v3", "blk.1.attn_k_b.weight", "lacks tensor blk.1.attn_k_b.weight"),
+    ],
+)
+def test_a_missing_tensor_is_found_before_anything_is_written(tmp_path: Path, name: str, lost: str, words: str) -> None:
+    """Also of the only layer of its kind."""
+    path, _ = write_model(name, tmp_path, Type.Q8_0)
+    file = GgufFile.open(path)
+    rest = replace(file, tensors={key: tensor for key, tensor in file.tensors.items() if key != lost})
+    with pytest.raises(InvalidModel, match=words):
+        plan_weights(rest, family_of(rest), "bfloat16")
 
 
 @pytest.mark.parametrize("kind", [Type.MXFP4, Type.BF16, Type.Q4_K], ids=lambda kind: kind.name)

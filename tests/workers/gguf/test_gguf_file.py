@@ -12,7 +12,8 @@ from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.gguf.converter import Conversion
 from coatcheck.workers.gguf.gguf_file import GgufFile
 from coatcheck.workers.gguf.model_path import find_gguf, model_stem
-from tests.workers.gguf.gguf_models import finish, write_model
+from tests.workers.gguf.gguf_files import finish
+from tests.workers.gguf.gguf_models import write_model
 
 
 @pytest.fixture(scope="module")

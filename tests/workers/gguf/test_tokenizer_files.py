@@ -14,11 +14,12 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.generation_config import end_token_ids, sampling_defaults
+from coatcheck.router.text.tiktoken_ranks import _PATTERN
 from coatcheck.router.text.tokenizer import TokenizerJson
 from coatcheck.workers.gguf.gguf_file import GgufFile
 from coatcheck.workers.gguf.pre_tokenizers import PRE_TOKENIZERS
 from coatcheck.workers.gguf.tokenizer_files import write_tokenizer
-from tests.workers.gguf.gguf_models import add_byte_level, byte_tokenizer, finish
+from tests.workers.gguf.gguf_files import add_byte_level, byte_tokenizer, finish
 
 TEXTS = (
     "Hello, world! It's 12345 o'clock; they'LL say WE'VE 3.14159 dogs.",
@@ -104,6 +105,11 @@ def test_llama3_splits_as_the_original(tmp_path: Path) -> None:
     pattern = TikTokenConverter(vocab_file="none").pattern
     assert PRE_TOKENIZERS["llama-bpe"].patterns == (pattern,)
     assert PRE_TOKENIZERS["llama-bpe"].ignores_merges
+
+
+def test_kimi_splits_as_the_original() -> None:
+    """By the pattern with which routers read the file of the original tokenizer."""
+    assert PRE_TOKENIZERS["kimi-k2"].patterns == (_PATTERN,)
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))

@@ -1,0 +1,159 @@
+"""add_fields(): the metadata of a model as llama.cpp's converter writes it, from the fields of its config.json."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import gguf
+import numpy as np
+
+
+def add_fields(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) -> None:
+    if arch == "gpt2":
+        _add_gpt2_fields(writer, config)
+        return
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    width = config.get("head_dim") or hidden // heads
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(config["num_hidden_layers"] + (arch == "glm4moe"))
+    if arch != "qwen35moe":
+        writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    if arch == "deepseek2":
+        _add_latent_widths(writer, config, rope)
+    else:
+        writer.add_key_length(width)
+        writer.add_value_length(width)
+        writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1)))
+    writer.add_rope_freq_base(rope["rope_theta"] * rope.get("alpha", 1) ** (width / (width - 2)))
+    names = ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
+    eps: Any = config["norm_eps"] if arch == "nemotron" else next((config[key] for key in names if key in config), None)
+    if eps is not None:
+        writer.add_layer_norm_eps(eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", config.get("norm_eps")))
+    writer.add_vocab_size(config["vocab_size"])
+    kv_heads: Any = config.get("num_kv_heads" if arch == "falcon" else "num_key_value_heads")
+    if arch == "lfm2":
+        writer.add_head_count_kv([kv_heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    else:
+        writer.add_head_count_kv(kv_heads)
+    counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    if experts := next((config[key] for key in counts if config.get(key)), None):
+        _add_experts(writer, arch, config, experts)
+    if arch in ("gemma2", "gemma3", "phi3", "gpt-oss", "cohere2", "exaone4") and config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+        if arch == "exaone4":
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if arch == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if arch in ("command-r", "cohere2"):
+        writer.add_logit_scale(config["logit_scale"])
+    if arch in ("qwen35", "qwen35moe"):
+        _add_delta_net(writer, config)
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "mscale_all_dim" in rope:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_divisors(rope, width))
+    if rope.get("rope_type") == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_tensor("rope_factors_long.weight", np.array(rope["long_factor"], np.float32))
+        writer.add_tensor("rope_factors_short.weight", np.array(rope["short_factor"], np.float32))
+
+
+def _add_latent_widths(writer: gguf.GGUFWriter, config: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+    """DeepSeek V2 as older files have it, with the heads of keys and values; others with those of latents."""
+    rotated, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    key, value = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
+    if config["model_type"] == "deepseek_v2":
+        writer.add_key_length(key)
+        writer.add_value_length(value)
+    else:
+        writer.add_key_length(latent + rotated)
+        writer.add_value_length(latent)
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(value)
+    writer.add_kv_lora_rank(latent)
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_rope_dimension_count(rotated)
+
+
+def _add_experts(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any], experts: int) -> None:
+    writer.add_expert_count(experts)
+    used = ("num_experts_per_tok", "moe_topk", "moe_k")
+    writer.add_expert_used_count(next(config[key] for key in used if key in config))
+    if config.get("moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if arch == "ernie4_5-moe":
+        writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+        writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+        writer.add_expert_shared_count(config["moe_num_shared_experts"])
+    if arch not in ("deepseek2", "glm4moe"):
+        return
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["norm_topk_prob"]:
+        writer.add_expert_weights_norm(True)
+    if config["model_type"] != "deepseek_v2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+    if arch == "glm4moe":
+        writer.add_nextn_predict_layers(1)
+
+
+def _add_delta_net(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    writer.add_full_attention_interval(4)
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+
+
+def _add_gpt2_fields(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_context_length(config["n_positions"])
+    writer.add_embedding_length(config["n_embd"])
+    writer.add_block_count(config["n_layer"])
+    writer.add_feed_forward_length(config["n_inner"])
+    writer.add_head_count(config["n_head"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+
+
+def _llama3_divisors(rope: Mapping[str, Any], width: int) -> np.ndarray:
+    """As llama.cpp's converter computes them."""
+    low = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+    high = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
+    divisors = []
+    for place in range(0, width, 2):
+        wavelength = 2 * np.pi * rope["rope_theta"] ** (place / width)
+        if wavelength < high:
+            divisors.append(1.0)
+        elif wavelength > low:
+            divisors.append(rope["factor"])
+        else:
+            smooth = (rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]) / (
+                rope["high_freq_factor"] - rope["low_freq_factor"]
+            )
+            divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(divisors, np.float32)

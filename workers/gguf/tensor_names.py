@@ -1,0 +1,182 @@
+"""Names of tensors: {name in GGUF: name in transformers} of the model families, and of parts that families share.
+
+Names have no .weight and .bias, or both have their endings. {} is the layer; experts are stacked in GGUF and have a
+second {} in transformers. Imports no torch.
+"""
+
+from typing import Final
+
+
+def _layer(**names: str) -> dict[str, str]:
+    return {f"blk.{{}}.{leaf}": f"model.layers.{{}}.{name}" for leaf, name in names.items()}
+
+
+_ENDS: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ATTENTION: Final = _layer(
+    attn_norm="input_layernorm",
+    attn_q="self_attn.q_proj",
+    attn_k="self_attn.k_proj",
+    attn_v="self_attn.v_proj",
+    attn_output="self_attn.o_proj",
+    ffn_norm="post_attention_layernorm",
+)
+_GATED: Final = _layer(ffn_gate="mlp.gate_proj", ffn_up="mlp.up_proj", ffn_down="mlp.down_proj")
+_HEAD_NORMS: Final = _layer(attn_q_norm="self_attn.q_norm", attn_k_norm="self_attn.k_norm")
+LLAMA: Final = _ENDS | _ATTENTION | _GATED
+_EXPERTS: Final = _layer(
+    ffn_gate_inp="mlp.gate",
+    ffn_gate_exps="mlp.experts.{}.gate_proj",
+    ffn_up_exps="mlp.experts.{}.up_proj",
+    ffn_down_exps="mlp.experts.{}.down_proj",
+)
+_SHARED_EXPERT: Final = _layer(
+    ffn_gate_inp_shexp="mlp.shared_expert_gate",
+    ffn_gate_shexp="mlp.shared_expert.gate_proj",
+    ffn_up_shexp="mlp.shared_expert.up_proj",
+    ffn_down_shexp="mlp.shared_expert.down_proj",
+)
+_MIXTRAL: Final = _layer(
+    ffn_gate_inp="block_sparse_moe.gate",
+    ffn_gate_exps="block_sparse_moe.experts.{}.w1",
+    ffn_up_exps="block_sparse_moe.experts.{}.w3",
+    ffn_down_exps="block_sparse_moe.experts.{}.w2",
+)
+_GEMMA_NORMS: Final = _layer(
+    post_attention_norm="post_attention_layernorm",
+    ffn_norm="pre_feedforward_layernorm",
+    post_ffw_norm="post_feedforward_layernorm",
+)
+_PLAIN_MLP: Final = _layer(ffn_up="mlp.up_proj", ffn_down="mlp.down_proj")
+GPT2: Final = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "blk.{}.attn_norm": "transformer.h.{}.ln_1",
+    "blk.{}.attn_qkv": "transformer.h.{}.attn.c_attn",
+    "blk.{}.attn_output": "transformer.h.{}.attn.c_proj",
+    "blk.{}.ffn_norm": "transformer.h.{}.ln_2",
+    "blk.{}.ffn_up": "transformer.h.{}.mlp.c_fc",
+    "blk.{}.ffn_down": "transformer.h.{}.mlp.c_proj",
+}
+GPT_OSS: Final = (
+    _ENDS
+    | _ATTENTION
+    | _layer(post_attention_norm="post_attention_layernorm", ffn_gate_inp="mlp.router")
+    | {"blk.{}.attn_sinks.weight": "model.layers.{}.self_attn.sinks"}
+    | _layer(
+        ffn_gate_exps="mlp.experts.gate_up_proj",
+        ffn_up_exps="mlp.experts.gate_up_proj",
+        ffn_down_exps="mlp.experts.down_proj",
+    )
+)
+LFM2: Final = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",
+    "output": "lm_head",
+} | _layer(
+    attn_norm="operator_norm",
+    attn_q="self_attn.q_proj",
+    attn_k="self_attn.k_proj",
+    attn_v="self_attn.v_proj",
+    attn_output="self_attn.out_proj",
+    attn_q_norm="self_attn.q_layernorm",
+    attn_k_norm="self_attn.k_layernorm",
+    ffn_norm="ffn_norm",
+    ffn_gate="feed_forward.w1",
+    ffn_up="feed_forward.w3",
+    ffn_down="feed_forward.w2",
+) | {
+    "blk.{}.shortconv.conv": "model.layers.{}.conv.conv",
+    "blk.{}.shortconv.in_proj": "model.layers.{}.conv.in_proj",
+    "blk.{}.shortconv.out_proj": "model.layers.{}.conv.out_proj",
+}  # fmt: skip
+
+FALCON: Final = {
+    "token_embd": "transformer.word_embeddings",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "blk.{}.attn_qkv": "transformer.h.{}.self_attention.query_key_value",
+    "blk.{}.attn_output": "transformer.h.{}.self_attention.dense",
+    "blk.{}.ffn_up": "transformer.h.{}.mlp.dense_h_to_4h",
+    "blk.{}.ffn_down": "transformer.h.{}.mlp.dense_4h_to_h",
+}
+
+_ROUTED_EXPERTS: Final = _EXPERTS | _layer(
+    ffn_gate_shexp="mlp.shared_experts.gate_proj",
+    ffn_up_shexp="mlp.shared_experts.up_proj",
+    ffn_down_shexp="mlp.shared_experts.down_proj",
+) | {"blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.gate.e_score_correction_bias"}  # fmt: skip
+_ERNIE_EXPERTS: Final = _ROUTED_EXPERTS | {
+    "blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.moe_statics.e_score_correction_bias"
+}
+_HUNYUAN_HEAD_NORMS: Final = _layer(attn_q_norm="self_attn.query_layernorm", attn_k_norm="self_attn.key_layernorm")
+_HUNYUAN_EXPERTS: Final = _EXPERTS | _layer(
+    ffn_gate_inp="mlp.gate.wg",
+    ffn_gate_shexp="mlp.shared_mlp.gate_proj",
+    ffn_up_shexp="mlp.shared_mlp.up_proj",
+    ffn_down_shexp="mlp.shared_mlp.down_proj",
+)
+GLM4: Final = _ENDS | _ATTENTION | _layer(
+    post_attention_norm="post_self_attn_layernorm",
+    post_ffw_norm="post_mlp_layernorm",
+    ffn_up="mlp.gate_up_proj",
+    ffn_down="mlp.down_proj",
+)  # fmt: skip
+_LATENT_ATTENTION: Final = _layer(
+    attn_norm="input_layernorm",
+    attn_q="self_attn.q_proj",
+    attn_q_a="self_attn.q_a_proj",
+    attn_q_a_norm="self_attn.q_a_layernorm",
+    attn_q_b="self_attn.q_b_proj",
+    attn_kv_a_mqa="self_attn.kv_a_proj_with_mqa",
+    attn_kv_a_norm="self_attn.kv_a_layernorm",
+    attn_kv_b="self_attn.kv_b_proj",
+    attn_k_b="self_attn.kv_b_proj",
+    attn_v_b="self_attn.kv_b_proj",
+    attn_output="self_attn.o_proj",
+    ffn_norm="post_attention_layernorm",
+)
+_DELTA_NET: Final = _layer(
+    attn_qkv="linear_attn.in_proj_qkv",
+    attn_gate="linear_attn.in_proj_z",
+    ssm_beta="linear_attn.in_proj_b",
+    ssm_alpha="linear_attn.in_proj_a",
+    ssm_conv1d="linear_attn.conv1d",
+    ssm_norm="linear_attn.norm",
+    ssm_out="linear_attn.out_proj",
+) | {
+    "blk.{}.ssm_a": "model.layers.{}.linear_attn.A_log",
+    "blk.{}.ssm_dt.bias": "model.layers.{}.linear_attn.dt_bias",
+}  # fmt: skip
+
+_POST_NORMS: Final = _layer(post_attention_norm="post_attention_layernorm", post_ffw_norm="post_feedforward_layernorm")
+_POST_ATTENTION_NORM: Final = _layer(post_attention_norm="post_attention_layernorm")
+
+MIXTURE_OF_LLAMA: Final = _ENDS | _ATTENTION | _MIXTRAL
+QWEN3: Final = LLAMA | _HEAD_NORMS
+QWEN2_MOE: Final = _ENDS | _ATTENTION | _EXPERTS | _SHARED_EXPERT
+QWEN3_MOE: Final = _ENDS | _ATTENTION | _EXPERTS | _HEAD_NORMS
+QWEN35: Final = QWEN3 | _POST_ATTENTION_NORM | _DELTA_NET
+QWEN35_MOE: Final = QWEN3_MOE | _SHARED_EXPERT | _POST_ATTENTION_NORM | _DELTA_NET
+OLMO2: Final = QWEN3 | _POST_NORMS
+PHI3: Final = (
+    _ENDS | _ATTENTION | _layer(attn_qkv="self_attn.qkv_proj", ffn_up="mlp.gate_up_proj", ffn_down="mlp.down_proj")
+)
+GEMMA2: Final = LLAMA | _GEMMA_NORMS
+GEMMA3: Final = GEMMA2 | _HEAD_NORMS
+STARCODER2: Final = _ENDS | _ATTENTION | _layer(ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")
+NEMOTRON: Final = _ENDS | _ATTENTION | _PLAIN_MLP
+MINIMAX_M2: Final = (
+    MIXTURE_OF_LLAMA
+    | _HEAD_NORMS
+    | {"blk.{}.exp_probs_b.bias": "model.layers.{}.block_sparse_moe.e_score_correction_bias"}
+)
+GLM4_MOE: Final = QWEN3 | _POST_ATTENTION_NORM | _ROUTED_EXPERTS
+DEEPSEEK: Final = _ENDS | _LATENT_ATTENTION | _GATED | _ROUTED_EXPERTS
+COHERE: Final = QWEN3
+EXAONE4: Final = QWEN3 | _POST_NORMS
+ERNIE_MOE: Final = LLAMA | _ERNIE_EXPERTS
+HUNYUAN: Final = LLAMA | _HUNYUAN_HEAD_NORMS
+HUNYUAN_MOE: Final = HUNYUAN | _HUNYUAN_EXPERTS
+SEED_OSS: Final = LLAMA | _POST_ATTENTION_NORM
