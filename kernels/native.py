@@ -25,7 +25,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 24
+VERSION = 25
 CPU_CLASS_VARIABLE = "COATCHECK_CPU"
 
 # From the worst to the best, as in kernels/README.md. For a kernel that a class lacks, the best class before it is used
@@ -88,7 +88,7 @@ LINEAR = struct.Struct("@PqqPqPP")  # follows a WEIGHT
 KV_CACHE = struct.Struct("@PPqqPPqqqqqqq")
 NORM = struct.Struct("@5P7qffqq")
 ROTARY = struct.Struct("@8P11q")
-GATED_DELTA_NET = struct.Struct("@12P11qff")
+GATED_DELTA_NET = struct.Struct("@12P13qff")
 _CONVOLUTION = "6P5q"
 SHORT_CONV = struct.Struct(f"@{_CONVOLUTION}2Pq")
 MAMBA2 = struct.Struct(f"@{_CONVOLUTION}9P7q4f")

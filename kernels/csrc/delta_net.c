@@ -48,50 +48,74 @@ static void normalise(float *x, int64_t dim, float scale) {
 }
 
 /* Update `width` columns of a head's state by one token, and compute their outputs. `stride`: elements from row to row.
- * Not inlined, so that decodes and chunks of prompts run the same instructions: their results are equal bit for bit. */
-__attribute__((noinline)) static void step_columns(float *state, int64_t stride, int64_t width, int64_t rows,
-                                                   const float *q, const float *k, const float *v, float decay,
-                                                   float beta, float *out) {
+ * `decays`: the decay of each row; null if `decay` is that of all rows. */
+INLINE void step_rows(float *state, int64_t stride, int64_t width, int64_t rows, const float *q, const float *k,
+                      const float *v, float decay, const float *decays, float beta, float *out) {
     enum { MOST = COLUMNS / LANES };
     Floats sums[MOST] = {{0}}, deltas[MOST] = {{0}};
     const int64_t vectors = width / LANES;
     if (vectors == MOST) {
-        for (int64_t i = 0; i < rows; i++)
+        for (int64_t i = 0; i < rows; i++) {
+            const float key = decays ? decays[i] * k[i] : k[i];
 #pragma GCC unroll 8
-            for (int c = 0; c < MOST; c++) sums[c] += load_floats(state + i * stride + c * LANES) * k[i];
+            for (int c = 0; c < MOST; c++) sums[c] += load_floats(state + i * stride + c * LANES) * key;
+        }
     } else {
-        for (int64_t i = 0; i < rows; i++)
-            for (int64_t c = 0; c < vectors; c++) sums[c] += load_floats(state + i * stride + c * LANES) * k[i];
+        for (int64_t i = 0; i < rows; i++) {
+            const float key = decays ? decays[i] * k[i] : k[i];
+            for (int64_t c = 0; c < vectors; c++) sums[c] += load_floats(state + i * stride + c * LANES) * key;
+        }
     }
     for (int64_t c = 0; c < vectors; c++) {
-        deltas[c] = beta * (load_floats(v + c * LANES) - decay * sums[c]);
+        const Floats value = load_floats(v + c * LANES);
+        deltas[c] = beta * (decays ? value - sums[c] : value - decay * sums[c]);
         sums[c] = (Floats){0};
     }
     if (vectors == MOST) {
-        for (int64_t i = 0; i < rows; i++)
+        for (int64_t i = 0; i < rows; i++) {
+            const float factor = decays ? decays[i] : decay;
 #pragma GCC unroll 8
             for (int c = 0; c < MOST; c++) {
                 float *at = state + i * stride + c * LANES;
-                const Floats next = load_floats(at) * decay + deltas[c] * k[i];
+                const Floats next = load_floats(at) * factor + deltas[c] * k[i];
                 store_floats(at, next);
                 sums[c] += next * q[i];
             }
+        }
     } else {
-        for (int64_t i = 0; i < rows; i++)
+        for (int64_t i = 0; i < rows; i++) {
+            const float factor = decays ? decays[i] : decay;
             for (int64_t c = 0; c < vectors; c++) {
                 float *at = state + i * stride + c * LANES;
-                const Floats next = load_floats(at) * decay + deltas[c] * k[i];
+                const Floats next = load_floats(at) * factor + deltas[c] * k[i];
                 store_floats(at, next);
                 sums[c] += next * q[i];
             }
+        }
     }
     for (int64_t c = 0; c < vectors; c++) store_floats(out + c * LANES, sums[c]);
 }
 
+/* Both forms are not inlined, so that decodes and chunks of prompts run the same instructions: their results are equal
+ * bit for bit. */
+__attribute__((noinline)) static void step_columns(float *state, int64_t stride, int64_t width, int64_t rows,
+                                                   const float *q, const float *k, const float *v, float decay,
+                                                   float beta, float *out) {
+    step_rows(state, stride, width, rows, q, k, v, decay, 0, beta, out);
+}
+
+__attribute__((noinline)) static void step_columns_by_channel(float *state, int64_t stride, int64_t width,
+                                                              int64_t rows, const float *q, const float *k,
+                                                              const float *v, const float *decays, float beta,
+                                                              float *out) {
+    step_rows(state, stride, width, rows, q, k, v, 0.0f, decays, beta, out);
+}
+
 /* Update a head's state [rows][dim] by `count` tokens. For more than one token, COLUMNS columns at a time are copied to
- * a contiguous tile: rows that are a power of two apart would evict each other from the L1 cache. */
+ * a contiguous tile: rows that are a power of two apart would evict each other from the L1 cache. `decay`: one for each
+ * token, or with `by_channel` one for each row, MAX_DIM elements from token to token. */
 static void step_head(float *state, int64_t rows, int64_t dim, int64_t count, const float *q, const float *k,
-                      const float *v, const float *decay, const float *beta, float *out) {
+                      const float *v, const float *decay, int64_t by_channel, const float *beta, float *out) {
     float tile[MAX_DIM * COLUMNS];
     for (int64_t first = 0; first < dim; first += COLUMNS) {
         const int64_t width = min_i64(COLUMNS, dim - first);
@@ -101,15 +125,24 @@ static void step_head(float *state, int64_t rows, int64_t dim, int64_t count, co
             for (int64_t i = 0; i < rows; i++) memcpy(tile + i * COLUMNS, part + i * dim, (size_t)width * 4);
             part = tile, stride = COLUMNS;
         }
-        for (int64_t t = 0; t < count; t++)
-            step_columns(part, stride, width, rows, q + t * MAX_DIM, k + t * MAX_DIM, v + t * MAX_DIM + first, decay[t],
-                         beta[t], out + t * MAX_DIM + first);
+        for (int64_t t = 0; t < count; t++) {
+            const float *qt = q + t * MAX_DIM, *kt = k + t * MAX_DIM, *vt = v + t * MAX_DIM + first;
+            float *to = out + t * MAX_DIM + first;
+            if (by_channel) step_columns_by_channel(part, stride, width, rows, qt, kt, vt, decay + t * MAX_DIM, beta[t], to);
+            else step_columns(part, stride, width, rows, qt, kt, vt, decay[t], beta[t], to);
+        }
         if (count > 1)
             for (int64_t i = 0; i < rows; i++) memcpy(state + first + i * dim, tile + i * COLUMNS, (size_t)width * 4);
     }
 }
 
-/* out = weight * (o / rms(o)) * silu(z) */
+/* sigmoid(x) */
+INLINE Floats sigmoid_of(Floats x) {
+    const Floats exponent = larger_of((Floats){} - 87.0f, -larger_of((Floats){} - 69.0f, x));
+    return reciprocal_of(1.0f + exp_of(exponent));
+}
+
+/* out = weight * (o / rms(o)) * silu(z). With sigmoid(z) only the result is rounded. */
 INLINE void norm_and_gate(const DeltaNet *d, float *o, const void *z, void *out, int type) {
     Floats squares = {0};
     for (int64_t i = 0; i < d->value_dim; i += LANES) {
@@ -118,6 +151,13 @@ INLINE void norm_and_gate(const DeltaNet *d, float *o, const void *z, void *out,
         squares += one * one;
     }
     const float factor = 1.0f / sqrtf(sum_of_lanes(squares) / (float)d->value_dim + d->eps);
+    if (d->has_sigmoid_gate) {
+        for (int64_t i = 0; i < d->value_dim; i += LANES) {
+            const Floats scaled = load_floats(d->norm + i) * (load_floats(o + i) * factor);
+            store_vector(out, i, scaled * sigmoid_of(load_vector(z, i, type)), type);
+        }
+        return;
+    }
     for (int64_t i = 0; i < d->value_dim; i += LANES) {
         const Floats normed = rounded_vector(load_floats(o + i) * factor, type);
         const Floats scaled = rounded_vector(load_floats(d->norm + i) * normed, type);
@@ -138,6 +178,41 @@ INLINE void update_window(const Inputs *in, char *window, int64_t count, int64_t
 
 INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
+/* log(x) for x of 1 to 2, as log_ of scalar.h computes it. */
+INLINE Floats log_of(Floats x) {
+    const Words bits = (Words)x - 0x3F3504F3; /* sqrt(1/2) */
+    const Floats exponent = __builtin_convertvector((Ints)bits >> 23, Floats);
+    const Floats f = (Floats)((bits & 0x7FFFFF) + 0x3F3504F3) - 1.0f, z = f * f;
+    Floats y = f * 7.0376836292e-2f - 1.1514610310e-1f;
+    y = y * f + 1.1676998740e-1f;
+    y = y * f - 1.2420140846e-1f;
+    y = y * f + 1.4249322787e-1f;
+    y = y * f - 1.6668057665e-1f;
+    y = y * f + 2.0000714765e-1f;
+    y = y * f - 2.4999993993e-1f;
+    y = y * f + 3.3333331174e-1f;
+    y = y * f * z + exponent * -2.12194440e-4f;
+    return f + (y - 0.5f * z) + exponent * 0.693359375f;
+}
+
+/* log(1 + e^x) = max(x, 0) + log(1 + e) with e = e^-|x|. The quotient corrects the rounding of 1 + e. */
+INLINE Floats softplus_of(Floats x) {
+    const Floats above = larger_of((Floats){}, x);
+    const Floats e = exp_of(larger_of((Floats){} - 87.0f, x - 2.0f * above)), one = 1.0f + e;
+    const Ints is_small = one == 1.0f;
+    const Floats rest = log_of(one) * (e / larger_of((Floats){} + 1e-30f, one - 1.0f));
+    return above + (Floats)((is_small & (Ints)e) | (~is_small & (Ints)rest));
+}
+
+/* The decay of each channel of a head's key at one token. `a`: the head's columns. */
+INLINE void channel_decays(const DeltaNet *d, const void *a, int64_t head, float *to, int type) {
+    for (int64_t i = 0; i < d->key_dim; i += LANES) {
+        const Floats log = d->rates[head]
+                           * softplus_of(load_vector(a, i, type) + load_floats(d->biases + head * d->key_dim + i));
+        store_floats(to + i, exp_of(larger_of((Floats){} - 87.0f, log)));
+    }
+}
+
 INLINE void compute_head(const DeltaNet *d, int64_t sequence, int64_t key_head, int type) {
     const int64_t first = d->cu_seqlens[sequence], count = d->cu_seqlens[sequence + 1] - first;
     const int64_t slot = d->slots[sequence], length = d->seq_lens[sequence], group = d->value_heads / d->key_heads;
@@ -156,7 +231,8 @@ INLINE void compute_head(const DeltaNet *d, int64_t sequence, int64_t key_head, 
     float *states = d->matrix + (slot * d->value_heads + value_head) * key_dim * value_dim;
     if (is_new) memset(states, 0, (size_t)(group * key_dim * value_dim) * 4);
     float q[TOKENS * MAX_DIM], k[TOKENS * MAX_DIM], v[TOKENS * MAX_DIM], o[TOKENS * MAX_DIM];
-    float decay[TOKENS], beta[TOKENS];
+    float decay[TOKENS * MAX_DIM], beta[TOKENS];
+    const int64_t by_channel = d->has_channel_decays;
     for (int64_t begin = 0; begin < count; begin += TOKENS) {
         const int64_t n = min_i64(TOKENS, count - begin);
         for (int64_t t = 0; t < n; t++) {
@@ -169,12 +245,15 @@ INLINE void compute_head(const DeltaNet *d, int64_t sequence, int64_t key_head, 
             const int64_t head = value_head + h;
             for (int64_t t = 0; t < n; t++) {
                 const void *ba = at(d->ba, (first + begin + t) * d->ba_stride, type);
-                const float b = get(ba, head, type), a = get(ba, d->value_heads + head, type);
+                const float b = get(ba, head, type);
                 convolve(d, &in, begin + t, v_first + h * value_dim, value_dim, v + t * MAX_DIM, type);
-                decay[t] = expf(d->rates[head] * softplus(a + d->biases[head]));
-                beta[t] = rounded(1.0f / (1.0f + expf(-b)), type);
+                if (by_channel)
+                    channel_decays(d, at(ba, d->value_heads + head * key_dim, type), head, decay + t * MAX_DIM, type);
+                else
+                    decay[t] = expf(d->rates[head] * softplus(get(ba, d->value_heads + head, type) + d->biases[head]));
+                beta[t] = d->beta_scale * rounded(1.0f / (1.0f + expf(-b)), type);
             }
-            step_head(states + h * key_dim * value_dim, key_dim, value_dim, n, q, k, v, decay, beta, o);
+            step_head(states + h * key_dim * value_dim, key_dim, value_dim, n, q, k, v, decay, by_channel, beta, o);
             for (int64_t t = 0; t < n; t++) {
                 const int64_t row = first + begin + t;
                 norm_and_gate(d, o + t * MAX_DIM, at(d->qkvz, row * d->qkvz_stride + d->channels + head * value_dim, type),

@@ -4,16 +4,19 @@ For each token, with x = [q | k | v] of its row, per value head h with the q and
 
     y = silu(sum_j conv[j] * x[t - conv_size + 1 + j])                  each channel by itself, rounded to the dtype
     q, k = q / |q| / sqrt(key_dim), k / |k|                             float32, |x| = sqrt(sum x^2 + 1e-6)
-    d = exp(-exp(a_log) * softplus(a + dt_bias)),  b' = sigmoid(b)
+    d = exp(-exp(a_log) * softplus(a + dt_bias)),  b' = beta_scale * sigmoid(b)
     S = d * S;  S = S + k (b' * (v - S^T k))^T;  o = S^T q              float32, S [key_dim, value_dim]
-    out = norm_weight * (o / sqrt(mean o^2 + eps)) * silu(z)
+    out = norm_weight * (o / sqrt(mean o^2 + eps)) * silu(z)            or * sigmoid(z)
 
-Shapes: qkvz [T, channels + value_heads * value_dim] with columns q, k, v (channels) and z; ba [T, 2 * value_heads] with
-columns b and a; out [T, value_heads * value_dim]. Rows of qkvz and ba may be strided.
+d is one number, or in Kimi Delta Attention (Kimi Team, 2025, 2510.26692) one for each row of S, a channel of the key.
+
+Shapes: qkvz [T, channels + value_heads * value_dim] with columns q, k, v (channels) and z; ba [T, value_heads +
+dt_bias.numel()] with columns b and a; out [T, value_heads * value_dim]. Rows of qkvz and ba may be strided.
 
 Implementations: C (csrc/delta_net.c), torch, and for GPUs recurrence.py and chunks.py. All but chunks.py compute the
 tokens of a sequence one after the other. So their bits depend neither on how prefill is chunked nor on other sequences.
-chunks.py computes prompts in bfloat16 and float16 by matrix products, unless `batch_invariant`.
+chunks.py computes prompts in bfloat16 and float16 by matrix products, unless `batch_invariant`, and only nets with one
+decay for each head, a beta_scale of 1 and silu(z).
 """
 
 from __future__ import annotations
@@ -47,9 +50,12 @@ _MAX_DIM = 256  # the largest key_dim and value_dim of the C form
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedDeltaNet:
-    """conv [channels, conv_size] and norm [value_dim] in the model's dtype, a_log and dt_bias [value_heads].
+    """conv [channels, conv_size] and norm [value_dim] in the model's dtype, a_log [value_heads], dt_bias [value_heads],
+    or [value_heads, key_dim] for a decay of each channel.
 
-    `eps`: epsilon of the gated norm. `batch_invariant`: on a GPU a token's bits do not depend on the rest of its step.
+    `eps`: epsilon of the gated norm. `beta_scale`: 2 lets a token turn around what the state has for its key.
+    `has_sigmoid_gate`: the gate is sigmoid(z), and only its product with the norm is rounded. `batch_invariant`: on a
+    GPU a token's bits do not depend on the rest of its step.
     Raises LaunchRefused.
     """
 
@@ -61,6 +67,8 @@ class GatedDeltaNet:
     key_heads: int
     key_dim: int
     batch_invariant: bool = False
+    beta_scale: float = 1.0
+    has_sigmoid_gate: bool = False
     # What the kernels read, all float32: conv as [conv_size, channels], -exp(a_log), dt_bias and norm.
     _taps: Tensor = field(init=False)
     _rates: Tensor = field(init=False)
@@ -70,7 +78,7 @@ class GatedDeltaNet:
     def __post_init__(self) -> None:
         heads, channels = self.a_log.shape[0], self.conv.shape[0]
         check_shape("conv", self.conv, (None, None))
-        check_shape("dt_bias", self.dt_bias, (heads,))
+        check_shape("dt_bias", self.dt_bias, (heads, self.key_dim) if self.has_channel_decays else (heads,))
         check_shape("norm", self.norm, (None,))
         if not 1 <= self.conv.shape[1] <= 8:
             refuse("conv", "1 to 8 taps", self.conv.shape[1])
@@ -99,13 +107,32 @@ class GatedDeltaNet:
         return self.conv.shape[0]
 
     @property
+    def has_channel_decays(self) -> bool:
+        return self.dt_bias.dim() == 2
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether chunks.py computes such a net."""
+        return self.beta_scale == 1 and not self.has_channel_decays and not self.has_sigmoid_gate
+
+    @property
     def weights(self) -> DeltaNetWeights:
         """The weights as the GPU kernels read them."""
-        return DeltaNetWeights(self._rates, self._biases, self._scales, self.key_heads, self.conv.shape[1], self.eps)
+        return DeltaNetWeights(
+            self._rates,
+            self._biases,
+            self._scales,
+            self.key_heads,
+            self.conv.shape[1],
+            self.eps,
+            self.beta_scale,
+            has_channel_decays=self.has_channel_decays,
+            has_sigmoid_gate=self.has_sigmoid_gate,
+        )
 
     def __call__(self, qkvz: Tensor, ba: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
         """out. Replaces the states in the slots of `rows`. Raises LaunchRefused."""
-        _check(qkvz, ba, self.channels, self.value_heads, self.value_dim)
+        _check(qkvz, ba, self.channels, self.value_heads, self.value_dim, self.dt_bias.numel())
         rows.check(qkvz.device)
         window, matrix = (self.conv.shape[1] - 1, self.channels), (self.value_heads, self.key_dim, self.value_dim)
         state.check_shapes(window, matrix, qkvz)
@@ -123,7 +150,7 @@ class GatedDeltaNet:
                 rows.seq_lens.data_ptr(), rows.cu_seqlens.data_ptr(), out.data_ptr(),
                 qkvz.stride(0), ba.stride(0), rows.slots.shape[0], qkvz.shape[0], self.key_heads, self.value_heads,
                 self.key_dim, self.value_dim, self.conv.shape[1], native.TYPES[qkvz.dtype], self.channels,
-                self.eps, 0.0,
+                self.has_channel_decays, self.has_sigmoid_gate, self.eps, self.beta_scale,
             )
         )  # fmt: skip
         return out
@@ -133,7 +160,8 @@ class GatedDeltaNet:
         out = qkvz.new_empty((qkvz.shape[0], self.value_heads * self.value_dim))
         if not len(out) or not len(rows.slots):
             return out
-        min_chunked = MIN_CHUNKED if takes_chunks(qkvz.dtype, batch_invariant=self.batch_invariant) else 0
+        has_chunks = self.is_plain and takes_chunks(qkvz.dtype, batch_invariant=self.batch_invariant)
+        min_chunked = MIN_CHUNKED if has_chunks else 0
         y = convolve(qkvz, self._taps, None, state.window, rows, batch_invariant=self.batch_invariant)
         assert state.matrix is not None
         inputs = (self.weights, y, qkvz, ba, state.window, state.matrix, rows, out)
@@ -170,21 +198,26 @@ class GatedDeltaNet:
         )
         q = q * self.key_dim**-0.5
         v = v.view(count, heads, value_dim)
-        b, a = ba.split_with_sizes((heads, heads), dim=1)
-        decay = (self._rates * F.softplus(a.float() + self._biases)).exp()
-        beta = b.sigmoid().float()
+        b, a = ba.split_with_sizes((heads, self.dt_bias.numel()), dim=1)
+        # [T, heads, key_dim or 1]
+        decay = (
+            self._rates[:, None] * F.softplus(a.float().view(count, heads, -1) + self._biases.view(heads, -1))
+        ).exp()
+        beta = self.beta_scale * b.sigmoid().float()
         matrix = state.matrix[slot]
         outs = []
         for t in range(count):
-            matrix = matrix * decay[t, :, None, None]
+            matrix = matrix * decay[t, :, :, None]
             delta = beta[t, :, None] * (v[t] - (matrix * k[t, :, :, None]).sum(1))
             matrix = matrix + k[t, :, :, None] * delta[:, None, :]
             outs.append((matrix * q[t, :, :, None]).sum(1))
         state.matrix[slot] = matrix
         core = torch.stack(outs).to(dtype).float()
-        normed = (core * torch.rsqrt(core.pow(2).mean(-1, keepdim=True) + self.eps)).to(dtype)
-        gate = F.silu(z.float()).view(count, heads, value_dim)
-        return ((self.norm * normed).float() * gate).to(dtype).flatten(1)
+        normed = core * torch.rsqrt(core.pow(2).mean(-1, keepdim=True) + self.eps)
+        z = z.float().view(count, heads, value_dim)
+        if self.has_sigmoid_gate:
+            return (self._scales * normed * z.sigmoid()).to(dtype).flatten(1)
+        return ((self.norm * normed.to(dtype)).float() * F.silu(z)).to(dtype).flatten(1)
 
 
 def fits_native(key_dim: int, value_dim: int) -> bool:
@@ -197,11 +230,11 @@ def _normalise(x: Tensor) -> Tensor:
 
 
 @once_per_geometry
-def _check(qkvz: Tensor, ba: Tensor, channels: int, value_heads: int, value_dim: int) -> None:
+def _check(qkvz: Tensor, ba: Tensor, channels: int, value_heads: int, value_dim: int, decays: int) -> None:
     check_shape("qkvz", qkvz, (None, channels + value_heads * value_dim))
     check_dtype("qkvz", qkvz, *FLOATS)
     check_rows("qkvz", qkvz)
-    check_shape("ba", ba, (qkvz.shape[0], 2 * value_heads))
+    check_shape("ba", ba, (qkvz.shape[0], value_heads + decays))
     check_dtype("ba", ba, qkvz.dtype)
     check_device("ba", ba, qkvz.device)
     check_rows("ba", ba)

@@ -28,7 +28,8 @@ def pick_warps(key_dim: int, value_dim: int) -> int:
 
 
 class DeltaNetWeights(NamedTuple):
-    """float32: rates (-exp(a_log)) and biases (dt_bias) [value_heads], scales (the norm's weight) [value_dim]."""
+    """float32: rates (-exp(a_log)) [value_heads], biases (dt_bias) [value_heads] or [value_heads, key_dim], scales (the
+    norm's weight) [value_dim]. gated_delta_net.py explains the others."""
 
     rates: Tensor
     biases: Tensor
@@ -36,6 +37,9 @@ class DeltaNetWeights(NamedTuple):
     key_heads: int
     conv_size: int
     eps: float
+    beta_scale: float
+    has_channel_decays: bool
+    has_sigmoid_gate: bool
 
 
 def compute_tokens(
@@ -52,6 +56,7 @@ def compute_tokens(
         rows.cu_seqlens, out, qkvz.stride(0), ba.stride(0), weights.eps,
         HEADS=heads, KEY_HEADS=weights.key_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, SIZE=weights.conv_size,
         ROWS=triton.next_power_of_2(max(1, weights.conv_size - 1)), MIN_CHUNKED=min_chunked,
+        BETA_SCALE=weights.beta_scale, CHANNEL_DECAYS=weights.has_channel_decays, SIGMOID=weights.has_sigmoid_gate,
         num_warps=pick_warps(key_dim, value_dim),
     )  # fmt: skip
 
@@ -61,6 +66,7 @@ def _compute_tokens(
     y, qkvz, ba, rates, biases, scales, window, matrix, slots, seq_lens, cu_seqlens, out, qkvz_stride, ba_stride, eps,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     SIZE: tl.constexpr, ROWS: tl.constexpr, MIN_CHUNKED: tl.constexpr,
+    BETA_SCALE: tl.constexpr, CHANNEL_DECAYS: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(cu_seqlens + sequence)
@@ -81,20 +87,31 @@ def _compute_tokens(
         value_at = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v_at
         places = matrix + (slot * HEADS + head) * KEY_DIM * VALUE_DIM + k_at[:, None] * VALUE_DIM + v_at[None, :]
         state = tl.load(places, length != count, other=0.0)
-        rate, bias = tl.load(rates + head), tl.load(biases + head)
+        rate = tl.load(rates + head)
+        bias = tl.load(biases + head * KEY_DIM + k_at) if CHANNEL_DECAYS else tl.load(biases + head)
         scale = tl.load(scales + v_at)
         row = first.to(tl.int64)
         for _ in range(count):
             q = _normalised(tl.load(y + row * channels + q_at)) * (KEY_DIM**-0.5)
             k = _normalised(tl.load(y + row * channels + KEY_HEADS * KEY_DIM + q_at))
             v = tl.load(y + row * channels + value_at).to(tl.float32)
-            state *= tl.exp(_log_decay(ba + row * ba_stride + HEADS + head, rate, bias, True))
-            delta = _beta(ba + row * ba_stride + head, True) * (v - tl.sum(state * k[:, None], 0))
+            a = ba + row * ba_stride + HEADS
+            if CHANNEL_DECAYS:
+                state *= tl.exp(_log_decay(a + head * KEY_DIM + k_at, rate, bias, True))[:, None]
+            else:
+                state *= tl.exp(_log_decay(a + head, rate, bias, True))
+            beta = _beta(ba + row * ba_stride + head, True)
+            if BETA_SCALE != 1:
+                beta *= BETA_SCALE
+            delta = beta * (v - tl.sum(state * k[:, None], 0))
             state += k[:, None] * delta[None, :]
             o = tl.sum(state * q[:, None], 0).to(element).to(tl.float32)
-            o = (o / tl.sqrt(tl.sum(o * o, 0) / VALUE_DIM + eps)).to(element).to(tl.float32)
+            o = o / tl.sqrt(tl.sum(o * o, 0) / VALUE_DIM + eps)
             z = tl.load(qkvz + row * qkvz_stride + channels + head * VALUE_DIM + v_at).to(tl.float32)
-            o = (scale * o).to(element).to(tl.float32) * (z / (1 + tl.exp(-z)))
+            if SIGMOID:
+                o = scale * o * (1 / (1 + tl.exp(-z)))
+            else:
+                o = (scale * o.to(element).to(tl.float32)).to(element).to(tl.float32) * (z / (1 + tl.exp(-z)))
             tl.store(outputs, o.to(element))
             outputs += HEADS * VALUE_DIM
             row += 1

@@ -29,6 +29,8 @@ def delta_nets(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -
         net = make_net(dtype, *((1, 2, 32, 16), (1, 1, 16, 32))[index % 2])
         for wide_tiles in (True, False) if dtype == torch.float32 else (True,):
             _compare(net, dtype, wide_tiles)
+    for kind in ("olmo", "kimi"):
+        _compare(make_net(dtypes[0], 1, 2, 32, 16, kind=kind), dtypes[0], True)
     equal_keys(dtypes[0])
     same_bits(dtypes[0])
     decodes(dtypes[-1])
@@ -50,7 +52,7 @@ def _launch(
     net: GatedDeltaNet, qkvz: Tensor, ba: Tensor, state: RecurrentState, rows: StateRows, wide_tiles: bool
 ) -> Tensor:
     """In the interpreter as on a GPU with these products, also for float32, which has no chunks there."""
-    if qkvz.is_cuda:
+    if qkvz.is_cuda or not net.is_plain:
         return net(qkvz, ba, state, rows)
     assert state.matrix is not None
     gpu = SM_90._replace(convert=1, wide_tiles=wide_tiles)

@@ -27,10 +27,13 @@ def convolved(dtype: str, max_query_len: int, gpu: GpuProperties) -> Key:
     return Key(convolution._convolve, arguments, constants, launch.num_warps)
 
 
-def tokens(dtype: str, dim: int, min_chunked: int, gpu: GpuProperties) -> Key:
-    """`min_chunked`: 0 in batch-invariant mode."""
+def tokens(dtype: str, dim: int, min_chunked: int, gpu: GpuProperties, *, kind: str = "qwen") -> Key:
+    """`min_chunked`: 0 in batch-invariant mode. `kind`: as in delta_nets.py."""
     arguments = f"*{dtype} *{dtype} *{dtype} *fp32 *fp32 *fp32 *{dtype} *fp32 *i64 *i32 *i32 *{dtype} i32 i32 fp32"
-    constants = dict(**_sizes(dim), SIZE=_SIZE, ROWS=4, MIN_CHUNKED=min_chunked)
+    constants = dict(
+        **_sizes(dim), SIZE=_SIZE, ROWS=4, MIN_CHUNKED=min_chunked, BETA_SCALE=2.0 if kind == "olmo" else 1.0,
+        CHANNEL_DECAYS=kind == "kimi", SIGMOID=kind == "kimi",
+    )  # fmt: skip
     return Key(recurrence._compute_tokens, arguments, constants, recurrence.pick_warps(dim, dim))
 
 
@@ -69,6 +72,8 @@ DELTA_NET_KEYS: dict[str, Keys] = {
 def other_delta_net_keys() -> Iterator[tuple[str, Keys]]:
     yield "delta chunks, prepare", partial(prepared, "bf16", 128)  # takes 15 s to compile
     yield "delta tokens, batch-invariant", partial(tokens, "bf16", 128, 0)
+    for kind in ("olmo", "kimi"):
+        yield f"delta tokens, {kind}", partial(tokens, "bf16", 128, 0, kind=kind)
     yield "delta tokens, 64", partial(tokens, "bf16", 64, chunks.MIN_CHUNKED)
     for dtype in ("fp16", "fp32"):
         yield f"delta tokens, {dtype}", partial(tokens, dtype, 128, chunks.MIN_CHUNKED)

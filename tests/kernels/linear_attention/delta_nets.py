@@ -8,8 +8,16 @@ from coatcheck.kernels.linear_attention.gated_delta_net import GatedDeltaNet
 
 
 def make_net(
-    dtype: torch.dtype, key_heads: int, value_heads: int, key_dim: int, value_dim: int, *, batch_invariant: bool = False
+    dtype: torch.dtype,
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    batch_invariant: bool = False,
+    kind: str = "qwen",
 ) -> GatedDeltaNet:
+    """`kind`: "qwen"; "olmo", whose betas are up to 2; "kimi", with a decay for each channel and a sigmoid gate."""
     random = torch.Generator(torch.get_default_device()).manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
@@ -19,12 +27,14 @@ def make_net(
     return GatedDeltaNet(
         conv=draw(channels, 4).to(dtype),
         a_log=draw(value_heads),
-        dt_bias=draw(value_heads).to(dtype),
+        dt_bias=draw(*((value_heads, key_dim) if kind == "kimi" else (value_heads,))).to(dtype),
         norm=(1 + 0.1 * draw(value_dim)).to(dtype),
         eps=1e-6,
         key_heads=key_heads,
         key_dim=key_dim,
         batch_invariant=batch_invariant,
+        beta_scale=2.0 if kind == "olmo" else 1.0,
+        has_sigmoid_gate=kind == "kimi",
     )
 
 
@@ -40,7 +50,7 @@ def make_inputs(net: GatedDeltaNet, tokens: int, dtype: torch.dtype, seed: int =
     random = torch.Generator(torch.get_default_device()).manual_seed(seed)
     width = net.channels + net.value_heads * net.value_dim
     qkvz = torch.randn(tokens, width + 3, generator=random).to(dtype)[:, :width]  # rows are strided
-    return qkvz, torch.randn(tokens, 2 * net.value_heads, generator=random).to(dtype)
+    return qkvz, torch.randn(tokens, net.value_heads + net.dt_bias.numel(), generator=random).to(dtype)
 
 
 def rows_of(*sequences: tuple[int, int, int]) -> StateRows:

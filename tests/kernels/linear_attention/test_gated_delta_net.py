@@ -13,16 +13,18 @@ from tests.kernels.linear_attention.delta_nets import make_inputs, make_net, mak
 needs_native = pytest.mark.skipif(native.library() is None, reason="the C library is not built")
 
 SIZES = [(1, 1, 16, 16), (2, 4, 32, 16), (2, 2, 64, 128), (1, 3, 16, 48)]
+KINDS = ("qwen", "olmo", "kimi")
 
 
 @needs_native
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_c_form_computes_the_formula(
-    sizes: tuple[int, int, int, int], dtype: torch.dtype, tolerance: float
+    kind: str, sizes: tuple[int, int, int, int], dtype: torch.dtype, tolerance: float
 ) -> None:
     """New sequences and ones that go on, chunks of 1 to 37 tokens and padding: outputs and states are the formula's."""
-    net = make_net(dtype, *sizes)
+    net = make_net(dtype, *sizes, kind=kind)
     ours, theirs = make_state(net, 5, dtype), make_state(net, 5, dtype)
     steps = [rows_of((3, 0, 37), (1, 0, 1)), rows_of((1, 1, 2), (0, 0, 5), (4, -1, 2), (3, 37, 1))]
     for seed, rows in enumerate(steps):
@@ -36,9 +38,10 @@ def test_the_c_form_computes_the_formula(
 
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_bit_depends_on_chunks_or_neighbours(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_bit_depends_on_chunks_or_neighbours(kind: str, dtype: torch.dtype) -> None:
     """A sequence whole, in chunks of every length, and beside another sequence has the same outputs and state."""
-    net = make_net(dtype, 2, 4, 32, 48)
+    net = make_net(dtype, 2, 4, 32, 48, kind=kind)
     qkvz, ba = make_inputs(net, 40, dtype)
     whole_state = make_state(net, 3, dtype)
     whole = net(qkvz, ba, whole_state, rows_of((2, 0, 40)))
@@ -55,9 +58,23 @@ def test_no_bit_depends_on_chunks_or_neighbours(dtype: torch.dtype) -> None:
             assert torch.equal(part_of[1], whole_of[2])
 
 
-def test_heads_that_the_c_form_lacks_take_the_formula() -> None:
+@needs_native
+def test_slow_and_fast_decays_of_channels() -> None:
+    """Decays from 0 to the float32 nearest 1 are the formula's: the softplus of a small input keeps its digits."""
+    net = make_net(torch.float32, 1, 1, 16, 16, kind="kimi")
+    qkvz, ba = make_inputs(net, 300, torch.float32)
+    ba[:, 1:] = torch.linspace(-30, 60, 16)
+    rows = rows_of((0, 0, 300))
+    ours, theirs = make_state(net, 1, torch.float32), make_state(net, 1, torch.float32)
+    out, wanted = net(qkvz, ba, ours, rows), net.reference(qkvz, ba, theirs, rows)
+    assert (out - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+    assert (ours.tensors[1] - theirs.tensors[1]).abs().max() <= 2e-5 * theirs.tensors[1].abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_that_the_c_form_lacks_take_the_formula(kind: str) -> None:
     """Heads of 24 are no multiple of 16: torch computes them."""
-    net = make_net(torch.float32, 1, 2, 24, 24)
+    net = make_net(torch.float32, 1, 2, 24, 24, kind=kind)
     qkvz, ba = make_inputs(net, 5, torch.float32)
     state, other = make_state(net, 1, torch.float32), make_state(net, 1, torch.float32)
     assert torch.equal(net(qkvz, ba, state, rows_of((0, 0, 5))), net.reference(qkvz, ba, other, rows_of((0, 0, 5))))
