@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
-from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.errors import InvalidParameter, InvalidRequest
 from coatcheck.proto.verbose_regex import remove_layout
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ class Grammar:
     def __post_init__(self) -> None:
         """Raise InvalidRequest if `text` is empty or too long."""
         if not self.text.strip():
-            raise InvalidRequest(f"structured.{self.kind} is empty; set it, or remove structured output")
+            raise InvalidParameter(f"structured.{self.kind}", "is empty; set it, or remove structured output")
         for name, text in ((self.kind, self.text), ("prefix", self.prefix)):
             if len(text.encode(errors="replace")) > MAX_BYTES:
-                raise InvalidRequest(f"structured.{name} has more than {MAX_BYTES} bytes; it must be shorter")
+                raise InvalidParameter(f"structured.{name}", f"has more than {MAX_BYTES} bytes; it must be shorter")
 
     @classmethod
     def from_message(cls, message: StructuredOutput) -> Grammar:
@@ -73,7 +73,7 @@ class Grammar:
     def of_choices(cls, texts: list[str]) -> Grammar:
         """A grammar that allows exactly `texts`."""
         if not texts or not all(texts) or len(texts) > _MAX_CHOICES:
-            raise InvalidRequest(f"structured.choices must be 1 to {_MAX_CHOICES} strings, none of them empty")
+            raise InvalidParameter("structured.choices", f"must be 1 to {_MAX_CHOICES} strings, none of them empty")
         return cls("choices", json.dumps(texts))
 
     def to_message(self) -> StructuredOutput:

@@ -298,7 +298,10 @@ class _Chat(ChatRequest):
     @property
     def sent_names(self) -> dict[str, str]:
         """See SamplingFields."""
-        return {"stop": "stop_sequences"}
+        return {
+            "stop": "stop_sequences",
+            "response_format.json_schema.schema": "output_config.format.schema",
+        }
 
 
 def _join(content: str | Sequence[ShownBlock]) -> str:

@@ -62,7 +62,7 @@ class ChatRunner:
         tokenize = TokenizeRequest(model=body.model, chat=message.chat)
         if body.truncate_prompt_tokens is not None:
             found = (await self._generation.tokenize(tokenize)).token_ids
-            token_ids = body.truncate(found)
+            token_ids = body.truncate(found, message.sampling.max_tokens, self.max_model_len)
             message.token_ids.ids.extend(token_ids)  # instead of the chat: both are the prompt
         elif body.return_token_ids:
             token_ids = await self._generation.tokenize_prompt(tokenize)
@@ -73,7 +73,7 @@ class ChatRunner:
         except GrammarRefused as refused:
             if functions := body.constrained_functions():
                 raise await self._explain_refused_schemas(functions, refused) from None
-            raise
+            raise body.name_refused(refused) from None
 
     async def count_tokens(self, request: Request, body: ChatRequest) -> int:
         """The number of tokens of the chat's prompt."""

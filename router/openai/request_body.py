@@ -116,7 +116,7 @@ def validate_body(kind: type[RequestBody], body: bytes, *, is_long: bool) -> Req
     try:
         value = json.loads(body, parse_constant=read_float, parse_float=read_float)
     except json.JSONDecodeError as error:
-        raise InvalidBody(f"the body is not JSON: {error.msg}") from None
+        raise InvalidBody(f"the body is not JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
     except UnicodeDecodeError:
         raise InvalidBody("the body is not UTF-8; encode its texts as UTF-8, or escape them") from None
     except RecursionError:

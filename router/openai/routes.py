@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, PermissionDenied
+from coatcheck.proto.grammar import GrammarRefused
 from coatcheck.proto.stubs.coatcheck_pb2 import DetokenizeRequest, TokenizeRequest
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.dashboard import Dashboard
@@ -115,7 +116,7 @@ class OpenAIRoutes:
         )
         token_ids = [await self._tokenize(prompt, body) if needs_ids else [] for prompt in prompts]
         if body.truncate_prompt_tokens is not None:
-            token_ids = [body.truncate(ids) for ids in token_ids]
+            token_ids = [body.truncate(ids, body.max_tokens, self.chats.max_model_len) for ids in token_ids]
             prompts = list[Prompt](token_ids)
         sources: Sequence[Prompt] = token_ids if needs_ids else prompts
         messages = await in_thread_if_long(request, lambda: body.to_generate_requests(sources, request_id))
@@ -127,7 +128,10 @@ class OpenAIRoutes:
         response = CompletionResponse(
             self.chats.response_head(f"cmpl-{request_id}", body.model), options, echoed, self._formatter_of(body)
         )
-        return await self._responder.respond(request, messages, response, stream=body.stream)
+        try:
+            return await self._responder.respond(request, messages, response, stream=body.stream)
+        except GrammarRefused as refused:
+            raise body.name_refused(refused) from None
 
     async def chat_completions(self, request: Request, body: ChatRequest) -> Response:
         """Generates the assistant's next message."""

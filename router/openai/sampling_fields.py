@@ -15,7 +15,7 @@ from llguidance import StructTag
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from coatcheck.proto.errors import InvalidParameter, InvalidRequest
-from coatcheck.proto.grammar import JSON_STYLE, Grammar
+from coatcheck.proto.grammar import JSON_STYLE, Grammar, GrammarRefused
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
@@ -26,8 +26,8 @@ IGNORED_FIELDS: Final = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "prediction", "guided_decoding_backend", "request_id", "rid", "custom_labels",
     "stream_interval", "store", "cache_control",
-    # llama.cpp's and LM Studio's
-    "cache_prompt", "timings_per_token", "return_progress", "id_slot", "ttl", "keep_alive",
+    # llama.cpp's, LM Studio's and Z.ai's
+    "cache_prompt", "timings_per_token", "return_progress", "id_slot", "ttl", "keep_alive", "tool_stream",
 })  # fmt: skip
 # Fields that are not implemented, with the values that are accepted because they ask for the default behaviour.
 ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
@@ -49,6 +49,9 @@ ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
     "vllm_xargs": ({},),
+    "kv_transfer_params": ({},),
+    "documents": ([],),
+    "require_reasoning": (False,),
     "return_routed_experts": (False,),
     "routed_experts_prompt_start": (0,),
 }
@@ -62,6 +65,7 @@ UNIMPLEMENTED_FIELDS: Final = frozenset({
     "continue_final_message", "top_a",
     "lora_path", "stop_regex", "custom_logit_processor", "session_params", "stream_reasoning",
     "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room", "return_prompt_text",
+    "disable_additional_properties", "whitespace_pattern", "require_reasoning",
 })  # fmt: skip
 
 # Fields whose default may come from the model's generation_config.json.
@@ -140,10 +144,11 @@ _RulesField = Annotated[str | None, _Constrains(lambda text: Grammar("grammar", 
 _ChoiceField = Annotated[Annotated[list[str], Field(fail_fast=True)] | None, _Constrains(Grammar.of_choices)]
 
 
-class StructuredOutputs(BaseModel):
-    """vLLM's `structured_outputs`; one field may be set."""
+class StructuredOutputs(RequestBody):
+    """vLLM's `structured_outputs`; one field may be set. The others of vLLM's class may have their defaults."""
 
-    model_config = ConfigDict(extra="forbid")
+    ignored_fields: ClassVar = frozenset({"disable_any_whitespace", "_backend", "_backend_was_auto"})
+    accepted_values: ClassVar = {"disable_additional_properties": (False,), "disable_fallback": (False, True)}
 
     json_: Annotated[_SchemaField, Field(alias="json")] = None
     regex: _RegexField = None
@@ -235,7 +240,7 @@ class SamplingFields(RequestBody):
     session_id: str = ""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    truncate_prompt_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None  # -1: as many as fit
     truncation_side: Literal["left", "right"] = "left"  # where tokens are dropped
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] = Field(default_factory=list)
     bad_words: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
@@ -258,9 +263,13 @@ class SamplingFields(RequestBody):
         """The names in the body of parameters that have other names in SamplingParams."""
         return {}
 
-    def truncate(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens of a prompt that truncate_prompt_tokens keeps."""
-        count = self.truncate_prompt_tokens or len(token_ids)
+    def truncate(self, token_ids: Sequence[int], max_tokens: int | None, max_model_len: int) -> list[int]:
+        """The tokens of a prompt that truncate_prompt_tokens keeps. -1 leaves room for `max_tokens`, or for one."""
+        count = self.truncate_prompt_tokens
+        if not count:
+            raise InvalidParameter("truncate_prompt_tokens", "is 0; it must be -1 or at least 1")
+        if count == -1:
+            count = max(max_model_len - (max_tokens or 1), 1)
         return list(token_ids[-count:] if self.truncation_side == "left" else token_ids[:count])
 
     @property
@@ -276,26 +285,36 @@ class SamplingFields(RequestBody):
     def to_grammar(self) -> Grammar | None:
         """The grammar of the fields for structured output; None if none is set. Several fields may ask for the same
         grammar (guidance sends the names of old and new vLLM). Raises InvalidRequest if they differ."""
-        found = _make_grammars(self)
+        found = self._find_grammars()
+        if len({grammar for _, grammar in found}) > 1:
+            raise InvalidRequest("several fields ask for structured output; keep one of them")
+        return found[0][1] if found else None
+
+    def name_refused(self, refused: GrammarRefused) -> InvalidRequest:
+        """The error for a grammar that does not compile, with the name of the field that asks for it."""
+        name = next(name for name, _ in self._find_grammars())
+        reason = f"cannot be compiled: {refused.reason}; change the named part"
+        return InvalidParameter(self.sent_names.get(name, name), reason)
+
+    def _find_grammars(self) -> list[tuple[str, Grammar]]:
+        """(name in the body, grammar) of each field that asks for structured output. Raises InvalidRequest."""
+        found = _make_grammars(self, "")
         outputs, wanted = self.structured_outputs, self.response_format
         if outputs is not None:
-            found += _make_grammars(outputs)
+            found += _make_grammars(outputs, "structured_outputs.")
+            if outputs.json_object:
+                found.append(("structured_outputs.json_object", schema_grammar({"type": "object"})))
         if wanted is not None and wanted.type == "json_schema":
+            name = "response_format.json_schema.schema"
             schema = wanted.json_schema.schema_ if wanted.json_schema is not None else wanted.schema_
             if schema is None:
-                raise InvalidParameter(
-                    "response_format.json_schema.schema", "is missing; give the schema, or use json_object"
-                )
-            found.append(schema_grammar(schema))
+                raise InvalidParameter(name, "is missing; give the schema, or use json_object")
+            found.append((name, schema_grammar(schema)))
         if wanted is not None and wanted.type == "structural_tag":
-            found.append(wanted.to_tag_grammar())
+            found.append(("response_format", wanted.to_tag_grammar()))
         if wanted is not None and wanted.type == "json_object":
-            found.append(schema_grammar(wanted.schema_ or {"type": "object"}))
-        if outputs is not None and outputs.json_object:
-            found.append(schema_grammar({"type": "object"}))
-        if len(set(found)) > 1:
-            raise InvalidRequest("several fields ask for structured output; keep one of them")
-        return found[0] if found else None
+            found.append(("response_format.schema", schema_grammar(wanted.schema_ or {"type": "object"})))
+        return found
 
     def make_generate_request(self, request_id: str, sampling: SamplingMessage, **prompt: Any) -> GenerateRequest:
         """`prompt`: the field of GenerateRequest that holds the prompt."""
@@ -349,13 +368,18 @@ class SamplingFields(RequestBody):
 _COPIED: Final = SamplingFields.model_fields.keys() & {field.name for field in dataclasses.fields(SamplingParams)}
 
 
-def _make_grammars(body: BaseModel) -> list[Grammar]:
-    """A grammar for each field of `body` that has a _Constrains and is set."""
-    return [
-        make_grammar(value)
-        for name, make_grammar in _grammar_fields(type(body))
-        if (value := getattr(body, name)) is not None
-    ]
+def _make_grammars(body: BaseModel, path: str) -> list[tuple[str, Grammar]]:
+    """(name, grammar) for each field of `body` that has a _Constrains and is set. `path`: where `body` is within the
+    whole body. Raises InvalidParameter."""
+    found = []
+    for name, make_grammar in _grammar_fields(type(body)):
+        if (value := getattr(body, name)) is not None:
+            sent_name = path + name.rstrip("_")
+            try:
+                found.append((sent_name, make_grammar(value)))
+            except InvalidParameter as error:
+                raise InvalidParameter(sent_name, error.reason) from None
+    return found
 
 
 @cache

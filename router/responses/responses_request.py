@@ -225,4 +225,8 @@ class _Chat(ChatRequest):
     @property
     def sent_names(self) -> dict[str, str]:
         """See SamplingFields."""
-        return {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+        return {
+            "max_tokens": "max_output_tokens",
+            "logprobs": "top_logprobs",
+            "response_format.json_schema.schema": "text.format.schema",
+        }

@@ -218,8 +218,27 @@ async def test_a_prompt_can_be_truncated(start_http_router: StartHttpRouter) -> 
             assert answer["choices"][0]["text"].startswith(shown)
         if path == CHAT:
             assert answer["prompt_token_ids"] == kept
-    error = await router.expect_refusal(CHAT, {"messages": HELLO, "truncate_prompt_tokens": 0})
-    assert error["param"] == "truncate_prompt_tokens"
+    for count in (0, -2):
+        error = await router.expect_refusal(CHAT, {"messages": HELLO, "truncate_prompt_tokens": count})
+        assert error["param"] == "truncate_prompt_tokens"
+
+
+async def test_a_prompt_is_truncated_to_what_fits(start_http_router: StartHttpRouter) -> None:
+    """truncate_prompt_tokens -1 keeps so many tokens that the prompt and max_tokens fill the context. A shorter prompt
+    stays as it is."""
+    group = FakeGroup()
+    router = await start_http_router(group)
+    context = group.model.max_model_len
+    long = {"prompt": [5] * (context + 9)}
+    chat = {"messages": [{"role": "user", "content": "a fox " * context}]}
+    for path, body, kept in (
+        ("/v1/completions", long | {"max_tokens": 8}, context - 8),
+        ("/v1/completions", {"prompt": [5, 6, 7]}, 3),
+        (CHAT, chat | {"max_tokens": 3}, context - 3),
+        (CHAT, chat, context - 1),
+    ):
+        status, _, text = await router.request("POST", path, {"truncate_prompt_tokens": -1} | body)
+        assert status == 200 and json.loads(text)["usage"]["prompt_tokens"] == kept, text
 
 
 async def test_required_calls_leave_no_room_for_a_structure(

@@ -156,14 +156,14 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "both to tokenize": ("/tokenize", {"prompt": "a", "messages": []}, 400, "either prompt or messages"),
     "ids to read": ("/detokenize", {"tokens": [10**6]}, 400, "outside the vocabulary"),
     "schema": (
-        "/v1/completions", {"prompt": "a", "guided_json": {"type": "strin"}}, 400, "json_schema cannot be compiled"),
-    "schema text": ("/v1/completions", {"prompt": "a", "guided_json": "{"}, 400, "cannot be compiled"),
+        "/v1/completions", {"prompt": "a", "guided_json": {"type": "strin"}}, 400, "guided_json cannot be compiled"),
+    "schema text": ("/v1/completions", {"prompt": "a", "guided_json": "{"}, 400, "guided_json cannot be compiled"),
     "no schema": (
         "/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "schema is missing"),
-    "regex": ("/v1/completions", {"prompt": "a", "guided_regex": "("}, 400, "regex cannot be compiled"),
+    "regex": ("/v1/completions", {"prompt": "a", "guided_regex": "("}, 400, "guided_regex cannot be compiled"),
     "grammar": ("/v1/completions", {"prompt": "a", "guided_grammar": "root ::= x"}, 400, "cannot be compiled"),
-    "lark": ("/v1/completions", {"prompt": "a", "guided_grammar": "start: x"}, 400, "grammar cannot be compiled"),
-    "choices": ("/v1/completions", {"prompt": "a", "guided_choice": []}, 400, "structured.choices"),
+    "lark": ("/v1/completions", {"prompt": "a", "guided_grammar": "start: x"}, 400, "guided_grammar cannot"),
+    "choices": ("/v1/completions", {"prompt": "a", "guided_choice": []}, 400, "guided_choice must be"),
     "two kinds": (
         "/v1/completions", {"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]}, 400, "several fields ask for"),
     "grammar for ever": (
@@ -188,6 +188,20 @@ PARAMS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"stream_options": {}}, "stream_options"),
     ("/v1/completions", {"prompt": None}, "prompt"),
     ("/v1/chat/completions", {"messages": None}, "messages"),
+    ("/v1/completions", {"guided_regex": "("}, "guided_regex"),
+    ("/v1/completions", {"regex": " "}, "regex"),
+    ("/v1/completions", {"structured_outputs": {"json": {"$ref": "#/x"}}}, "structured_outputs.json"),
+    ("/v1/completions", {"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
+    (
+        "/v1/chat/completions",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "b"}}}},
+        "response_format.json_schema.schema",
+    ),
+    (
+        "/v1/responses",
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "b"}}}},
+        "text.format.schema",
+    ),
     ("/v1/chat/completions", {"messages": [{"role": None, "content": "a"}]}, "messages.0.role"),
 ]
 
@@ -198,6 +212,7 @@ async def test_param_is_the_field_that_was_sent(start_http_router: StartHttpRout
     least: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
         "/v1/completions": {"prompt": "a"},
+        "/v1/responses": {"input": "a"},
     }
     for path, body, param in PARAMS:
         error = await router.expect_refusal(path, least[path] | body)

@@ -15,6 +15,12 @@ from tests.router.tiny_tokenizer import TEMPLATE, write_model
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "null"}}}
+# dataclasses.asdict of vLLM's StructuredOutputsParams
+VLLM_STRUCTURE = {
+    "json": {"type": "null"}, "regex": None, "choice": None, "grammar": None, "json_object": None,
+    "disable_any_whitespace": True, "disable_fallback": False, "disable_additional_properties": False,
+    "whitespace_pattern": None, "structural_tag": None, "_backend": None, "_backend_was_auto": False,
+}  # fmt: skip
 # Of both endpoints. What is taken cannot change an answer, or asks for what happens anyway.
 WORKS: dict[str, list[Any]] = {
     "model": ["tiny", ""], "frequency_penalty": [0.5], "logit_bias": [{"5": -100}], "max_tokens": [2], "n": [2],
@@ -44,11 +50,11 @@ TEXT_WORKS: dict[str, list[Any]] = {
 TEXT_REFUSED: dict[str, list[Any]] = {"suffix": ["b"], "best_of": [2], "stream_options": [{}]}
 # Other engines' clients, at both endpoints.
 OTHERS_WORK: dict[str, list[Any]] = {
-    "truncate_prompt_tokens": [5],
+    "truncate_prompt_tokens": [5, -1],
     "top_k": [5, -1, 0], "min_p": [0.1], "repetition_penalty": [1.1], "min_tokens": [1], "ignore_eos": [True],
     "stop_token_ids": [[5]], "include_stop_str_in_output": [True], "no_stop_trim": [True],
     "skip_special_tokens": [False], "cache_salt": ["a"], "priority": [-3], "return_token_ids": [True],
-    "prompt_logprobs": [1], "structured_outputs": [{"regex": "a+"}, {"choice": ["a", "b"]}],
+    "prompt_logprobs": [1], "structured_outputs": [{"regex": "a+"}, {"choice": ["a", "b"]}, VLLM_STRUCTURE],
     "guided_json": [{"type": "null"}], "guided_regex": ["a+"], "guided_choice": [["a"]],
     "guided_grammar": ['start: "a"'], "json_schema": ['{"type": "null"}'], "regex": ["a+"], "ebnf": ['root ::= "a"'],
     "request_id": ["a"], "rid": ["a"], "session_id": ["a"], "custom_labels": [{"a": "b"}], "stream_interval": [4],
@@ -61,7 +67,8 @@ OTHERS_WORK: dict[str, list[Any]] = {
     "return_cached_tokens_details": [False], "return_prompt_token_ids": [False], "routed_experts_start_len": [0],
     "mm_processor_kwargs": [{}], "media_io_kwargs": [{}], "vllm_xargs": [{}], "thinking_budget": [5],
     "cache_prompt": [True], "timings_per_token": [True], "return_progress": [False], "id_slot": [-1], "ttl": [300],
-    "keep_alive": ["5m"],
+    "keep_alive": ["5m"], "kv_transfer_params": [{}], "documents": [[]], "tool_stream": [True],
+    "require_reasoning": [False],
 }  # fmt: skip
 OTHERS_REFUSED: dict[str, list[Any]] = {
     "use_beam_search": [True], "length_penalty": [2.0],
@@ -70,7 +77,8 @@ OTHERS_REFUSED: dict[str, list[Any]] = {
     "return_hidden_states": [True], "repetition_detection": [{"a": 1}],
     "stop_regex": ["a"], "custom_logit_processor": ["a"], "session_params": [{"a": 1}],
     "chat_template": ["{{ a }}"], "documents": [[{"a": "b"}]], "mm_processor_kwargs": [{"a": 1}], "top_a": [0.5],
-    "best_of": [2],
+    "best_of": [2], "require_reasoning": [True],
+    "structured_outputs": [{"json": {"type": "null"}, "disable_additional_properties": True}],
 }  # fmt: skip
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LEAST: dict[str, dict[str, Any]] = {
