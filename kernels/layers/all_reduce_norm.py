@@ -106,7 +106,7 @@ def _launch(
         _all_reduce_norm[(min(tokens, MAX_PROGRAMS),)](
             x, residual, norm.weight, out, codes, scales, total, peers.buffers, peers.signals, peers.epochs,
             peers.rank, tokens, width, norm.eps, norm.offset,
-            SIZE=peers.size, PADDED=triton.next_power_of_2(peers.size), CAST_FIRST=norm.offset == 0.0, BLOCK=block,
+            SIZE=peers.size, PADDED=triton.next_power_of_2(peers.size), CAST_FIRST=norm.rounds_first, BLOCK=block,
             **constants, num_warps=max(1, min(16, block // 256)),
         )  # fmt: skip
     return total
@@ -127,4 +127,6 @@ def all_reduce_add_norm_reference(parts: list[Tensor], residual: Tensor, norm: R
     wide = torch.zeros_like(parts[0], dtype=torch.float32)
     for part in parts:
         wide += part.float()
-    return rms_norm_reference(wide.to(residual.dtype), norm.weight, norm.eps, residual, norm.offset)
+    return rms_norm_reference(
+        wide.to(residual.dtype), norm.weight, norm.eps, residual, norm.offset, rounds_last=norm.rounds_last
+    )

@@ -3,7 +3,8 @@
     h = x + residual                       (rounded to x.dtype: it is also returned as the new residual)
     n = h / sqrt(mean(h ** 2) + eps)       (float32)
     y = cast(n) * weight                   offset 0: the order of LlamaRMSNorm
-    y = cast(n * (weight + offset))        otherwise: the order of GemmaRMSNorm (offset 1)
+    y = cast(n * (weight + offset))        otherwise: the order of GemmaRMSNorm (offset 1), and with `rounds_last` of
+                                           NemotronHRMSNorm (offset 0)
 
 Shapes: x, residual [..., hidden] (at most two leading dimensions, which may be strided, as in a slice of a fused
 projection), weight [hidden], y like x and contiguous. One program normalises one row. `add_norm_and_quantise` writes y
@@ -76,11 +77,18 @@ def _rms_norm(
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """`weight`: [hidden]. `offset`: 1 if the checkpoint stores weights minus 1, as Gemma does. Raises LaunchRefused."""
+    """`weight`: [hidden]. `offset`: 1 if the checkpoint stores weights minus 1, as Gemma does. `rounds_last`: the norm
+    is rounded after it is multiplied by the weight, also if the offset is 0. Raises LaunchRefused."""
 
     weight: Tensor
     eps: float
     offset: float = 0.0
+    rounds_last: bool = False
+
+    @property
+    def rounds_first(self) -> bool:
+        """Whether the norm is rounded to x.dtype before it is multiplied by the weight."""
+        return self.offset == 0.0 and not self.rounds_last
 
     def __call__(self, x: Tensor) -> Tensor:
         """norm(x)"""
@@ -115,7 +123,7 @@ class RmsNorm:
         _check(x, self.weight, residual)
         library = native.library_for(x)
         if library is None and not uses_triton(x):
-            return rms_norm_reference(x, self.weight, self.eps, residual, self.offset)
+            return rms_norm_reference(x, self.weight, self.eps, residual, self.offset, rounds_last=self.rounds_last)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
         if library is None:
@@ -128,7 +136,7 @@ class RmsNorm:
                     x.data_ptr(), 0 if residual is None else residual.data_ptr(), self.weight.data_ptr(),
                     out.data_ptr(), 0 if residual is None else total.data_ptr(),
                     outer, inner, width, x_outer, x_inner, r_outer, r_inner,
-                    self.eps, self.offset, self.offset == 0.0, native.TYPES[x.dtype],
+                    self.eps, self.offset, self.rounds_first, native.TYPES[x.dtype],
                 )
             )  # fmt: skip
         return out, total
@@ -145,7 +153,7 @@ class RmsNorm:
         _rms_norm[(outer * inner,)](
             x, x if residual is None else residual, self.weight, out, codes, scales, total,
             inner, x_outer, x_inner, r_outer, r_inner, width, self.eps, self.offset,
-            RESIDUAL=residual is not None, CAST_FIRST=self.offset == 0.0, BLOCK=block, **constants,
+            RESIDUAL=residual is not None, CAST_FIRST=self.rounds_first, BLOCK=block, **constants,
             num_warps=max(1, min(16, block // 512)),
         )  # fmt: skip
 
@@ -155,9 +163,10 @@ def norm_rotate_and_store(
     slot_mapping: Tensor,
 ) -> Tensor:  # fmt: skip
     """`rotary_and_store` of q_norm(q) and k_norm(k), with norms over each head. One kernel on a GPU if both norms have
-    the same eps and offset."""
+    the same eps and offset, and round first if that is 0."""
     shared = q_norm.eps, q_norm.offset
-    if not uses_triton(q) or shared != (k_norm.eps, k_norm.offset):
+    rounds_last = q_norm.rounds_last or k_norm.rounds_last
+    if not uses_triton(q) or rounds_last or shared != (k_norm.eps, k_norm.offset):
         return rotary_and_store(q_norm(q), k_norm(k), v, cos, sin, cache, slot_mapping)
     norms = HeadNorms(q_norm.weight, k_norm.weight, *shared)
     return launch_with_norms(q, k, v, cos, sin, cache, slot_mapping, norms)
@@ -188,10 +197,12 @@ def _check(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
 
 
 def rms_norm_reference(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0, *,
+    rounds_last: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     h = x if residual is None else x + residual
     wide = h.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    y = weight * normed.to(x.dtype) if offset == 0.0 else (normed * (weight.float() + offset)).to(x.dtype)
-    return y, h
+    if offset == 0.0 and not rounds_last:
+        return weight * normed.to(x.dtype), h
+    return (normed * (weight.float() + offset)).to(x.dtype), h

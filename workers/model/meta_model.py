@@ -42,7 +42,7 @@ from coatcheck.workers.model.model_rules import (
     check_model_kind,
     deterministic_experts_error,
 )
-from coatcheck.workers.model.module_adapters import adapt_modules, has_own_attention
+from coatcheck.workers.model.module_adapters import adapt_modules, has_own_attention, has_replaceable_norms
 from coatcheck.workers.model.packed_linears import record_weight_reads
 from coatcheck.workers.model.rope import choose_max_model_len, pin_rope_scaling
 from coatcheck.workers.model.sparse_mlp import (
@@ -371,11 +371,11 @@ def check_deterministic(
         if name.rpartition(".")[2] == "experts" and not is_known_block(model.get_submodule(name.rpartition(".")[0])):
             raise deterministic_experts_error(name, model.config.model_type)
     if device.type != "cpu":
-        if not is_fusable(model):
+        if not is_fusable(model) and not has_replaceable_norms(model):
             raise InvalidConfig(
                 f"deterministic on a GPU is not supported for {model.config.model_type}: torch's own norms sum in an "
-                "order that depends on the number of tokens, and only the architectures of our fused layers avoid "
-                "them; serve it without --deterministic"
+                "order that depends on the number of tokens, and our code does not replace them for this "
+                "architecture; serve it without --deterministic"
             )
         return
     if native.library() is None or dtype not in native.TYPES:

@@ -1,6 +1,7 @@
 """Adapters for modules of transformers that cannot be served as they are.
 
 - The attention of older models does not call transformers' attention interface.
+- torch's norms on a GPU sum a row in an order that depends on the number of rows, so --deterministic replaces them.
 - Some modules copy from the host or wait for the device in each forward pass, so that no CUDA graph can capture them.
 
 The adapters change the modules of one model, not transformers' classes, because verification compares with these.
@@ -20,7 +21,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.layers.experts import PackedExperts
+from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.route import Routing, route
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.model.sparse_mlp import ExpertsAdapter, activation_of, unwrap_experts
@@ -32,6 +35,40 @@ _TYPES: Final = frozenset({"codegen", "falcon", "gpt_bigcode", "gpt_neo", "gptj"
 def has_own_attention(model_type: str) -> bool:
     """Whether the attention modules of this type call transformers' interface only after `adapt_modules`."""
     return model_type in _TYPES
+
+
+# The norms of models with Mamba-2 or short convolutions, by class, and whether they multiply by the weight before they
+# round. Everything else that these models compute by torch is elementwise or a look-up.
+_NORMS: Final = {
+    "BambaRMSNorm": False,
+    "FalconH1RMSNorm": False,
+    "GraniteMoeHybridRMSNorm": False,
+    "Lfm2MoeRMSNorm": False,
+    "Lfm2RMSNorm": False,
+    "NemotronHRMSNorm": True,
+}
+
+
+def has_replaceable_norms(model: nn.Module) -> bool:
+    """Whether `replace_norms` replaces every norm of the model that its mixers do not compute (those with a gate)."""
+    names = {type(module).__name__ for module in model.modules()}
+    norms = {name for name in names if "Norm" in name and not name.endswith("Gated")}
+    return bool(norms) and norms <= _NORMS.keys()
+
+
+def replace_norms(model: nn.Module) -> None:
+    """On a GPU, let our kernel compute each norm of `_NORMS`, one row by one program. The weights must be loaded."""
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        rounds_last = _NORMS.get(type(module).__name__)
+        if rounds_last is not None and uses_triton(module.weight):
+            norm = RmsNorm(module.weight.detach(), module.variance_epsilon, rounds_last=rounds_last)
+            module.forward = partial(_normalise_rows, norm)
+
+
+def _normalise_rows(norm: RmsNorm, x: Tensor) -> Tensor:
+    """norm(x) for x [..., hidden]. Of two dimensions the kernel is compiled once for all numbers of rows."""
+    return norm(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
 def adapt_modules(model: PreTrainedModel) -> None:

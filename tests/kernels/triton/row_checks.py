@@ -157,6 +157,9 @@ def rows(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)) -> No
         for offset in (0.0, 1.0):
             norm = RmsNorm(weight, 1e-6, offset)
             agree(norm(x), rms_norm_reference(x, weight, 1e-6, None, offset)[0])
+            assert torch.equal(norm(x[1:2]), norm(x)[1:2])
+            last = RmsNorm(weight, 1e-6, offset, rounds_last=True)
+            agree(last(x), rms_norm_reference(x, weight, 1e-6, None, offset, rounds_last=True)[0])
             for have, wanted in zip(
                 norm.add_and_norm(x, residual), rms_norm_reference(x, weight, 1e-6, residual, offset), strict=True
             ):

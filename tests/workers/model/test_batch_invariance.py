@@ -131,10 +131,11 @@ def test_an_unknown_router_is_refused(checkpoint_directory: Path) -> None:
         load_model(path, communicator=Communicator(), device="cpu", deterministic=True)
 
 
-def test_on_a_gpu_only_fused_architectures_are_accepted(tmp_path: Path) -> None:
-    """On a GPU an architecture without fused layers is refused, because torch's norms depend on the batch's size."""
+def test_on_a_gpu_torchs_norms_are_refused(tmp_path: Path) -> None:
+    """torch's norms depend on the batch's size on a GPU. Architectures with fused layers are accepted, and those with
+    Mamba-2 or short convolutions, whose norms are replaced."""
     gpu, dtype = torch.device("cuda"), torch.bfloat16
-    for arch, taken in (("llama", True), ("olmo2", False)):
+    for arch, taken in (("llama", True), ("bamba", True), ("falcon-h1", True), ("lfm2", True), ("olmo2", False)):
         config = read_config(tiny_checkpoint(arch, tmp_path / arch))
         causal = build_meta_model(config, dtype, torch.device("cpu"), 64)
         calls = probe_attention(causal)

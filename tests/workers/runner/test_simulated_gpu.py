@@ -29,6 +29,11 @@ _DELTA_NET_AND_ATTENTION = ["linear_attention", "full_attention"]
 _WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
     "nemotron-h": dict(layers_block_type=["linear_attention", "mlp", "full_attention"] * 2)
 }
+# --deterministic refuses experts whose router is transformers' code.
+_DETERMINISTIC: dict[str, dict[str, Any]] = {
+    "bamba": {}, "falcon-h1": {}, "falcon-h1-no-norm": {}, "granite-hybrid": dict(num_local_experts=0), "lfm2": {},
+    **_WITHOUT_EXPERTS,
+}  # fmt: skip
 
 # Imports as a rank does, which saves a third of the time of the imports, then runs the module.
 _RUN = (
@@ -74,6 +79,14 @@ def test_a_hybrid_model_on_a_gpu(tmp_path: Path, arch: str, more: str) -> None:
     path = tiny_checkpoint(arch, tmp_path, **_WITHOUT_EXPERTS.get(arch, {}))
     want, _ = serve(make(path, torch.device("cpu"), "auto", deterministic=more == "deterministic"))
     assert simulated("simulated_run", str(path), "auto", json.dumps(want), "states", more)[-1] == "agreed"
+
+
+@pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch == "lfm2" else full) for arch in _DETERMINISTIC])
+def test_a_hybrid_model_has_the_same_bits_in_every_way(tmp_path: Path, arch: str) -> None:
+    """With --deterministic on a GPU a request has the same tokens and bits of log-probabilities alone, beside others
+    and in chunks, also in models whose norms are transformers' modules."""
+    path = tiny_checkpoint(arch, tmp_path, **_DETERMINISTIC[arch])
+    assert simulated("simulated_load", "bits", str(path)) == [str(path)]
 
 
 @full
