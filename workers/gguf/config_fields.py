@@ -111,6 +111,74 @@ def _query_scalar(file: GgufFile) -> int:
     return rotated_head_width(file)
 
 
+def gemma4(file: GgufFile) -> Fields:
+    """Layers of two kinds, with heads of other widths; the last ones read the keys and values of earlier ones."""
+    kinds, is_local = gemma4_kinds(file), _is_local(file)
+    heads, inner = _by_layer(file, "attention.head_count_kv"), _by_layer(file, "feed_forward_length")
+    last = file.num_layers - file.count("attention.shared_kv_layers", 0)
+    share = [layer for layer, kind in enumerate(kinds) if kind == "full"]
+    has_equal_values = any(not has_tensor(file, f"blk.{layer}.attn_v.weight") for layer in share)
+    fields = gated_fields(file, inner=inner[0], kv_heads=heads[is_local.index(True)]) | dict(
+        head_dim=file.count("attention.key_length_swa"),
+        global_head_dim=file.count("attention.key_length"),
+        num_global_key_value_heads=heads[is_local.index(False)] if has_equal_values else None,
+        attention_k_eq_v=has_equal_values,
+        hidden_activation="gelu_pytorch_tanh",
+        sliding_window=file.count("attention.sliding_window"),
+        layer_types=["sliding_attention" if local else "full_attention" for local in is_local],
+        final_logit_softcapping=file.find("final_logit_softcapping"),
+        num_kv_shared_layers=file.num_layers - last,
+        use_double_wide_mlp=inner[-1] > inner[0],
+        hidden_size_per_layer_input=file.count("embedding_length_per_layer_input", 0),
+        enable_moe_block=file.count("expert_count", 0) > 0,
+    )
+    if has_tensor(file, "per_layer_token_embd.weight"):
+        fields["vocab_size_per_layer_input"] = file.tensor("per_layer_token_embd.weight").shape[0]
+    if fields["enable_moe_block"]:
+        fields |= dict(
+            num_experts=file.count("expert_count"),
+            top_k_experts=file.count("expert_used_count"),
+            moe_intermediate_size=file.count("expert_feed_forward_length"),
+        )
+    divisors = tensor_values(file, "rope_freqs.weight")  # 1 for rotated pairs, 1e30 for others
+    fields["rope_parameters"] = {
+        "full_attention": dict(
+            rope_type="proportional",
+            rope_theta=float(file.number("rope.freq_base", 1000000.0)),
+            partial_rotary_factor=sum(divisor == 1 for divisor in divisors) / len(divisors),
+        ),
+        "sliding_attention": dict(rope_type="default", rope_theta=float(file.number("rope.freq_base_swa", 10000.0))),
+    }
+    return fields
+
+
+def gemma4_kinds(file: GgufFile) -> list[str]:
+    """For each layer: "local" or "full", or "shared" if it reads the keys and values of an earlier one."""
+    last = file.num_layers - file.count("attention.shared_kv_layers", 0)
+    return ["shared" if layer >= last else "local" if local else "full" for layer, local in enumerate(_is_local(file))]
+
+
+def _is_local(file: GgufFile) -> list[bool]:
+    """Whether each layer has a window."""
+    listed = file.find("attention.sliding_window_pattern")
+    if not isinstance(listed, list) or len(listed) != file.num_layers or len(set(map(bool, listed))) != 2:
+        raise InvalidModel(
+            f"{file.path} does not say which layers have a window "
+            f"({file.architecture}.attention.sliding_window_pattern); fetch it again"
+        )
+    return [bool(local) for local in listed]
+
+
+def _by_layer(file: GgufFile, key: str) -> list[int]:
+    """A whole number for each layer; metadata may have one number for all."""
+    value = file.find(key)
+    if not isinstance(value, list):
+        return [file.count(key)] * file.num_layers
+    if len(value) != file.num_layers:
+        raise InvalidModel(f"{file.path} has {len(value)} numbers in {key}, for {file.num_layers} layers")
+    return [int(one) for one in value]
+
+
 def starcoder2(file: GgufFile) -> Fields:
     return size_fields(file) | dict(
         norm_epsilon=file.number("attention.layer_norm_epsilon"),

@@ -25,10 +25,11 @@ Change = Callable[[Array], Array]
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
     """Names of tensors in a layer, with their endings, that only one kind of layer has: those that a layer must have,
-    and those that it has in some models."""
+    those that it has in some models, and those that it may have and does not use."""
 
     required: frozenset[str]
     optional: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,18 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
     "gemma": GgufFamily("gemma", fields.gemma, names.LLAMA, changes=_NORMS_WITH_ONE),
     "gemma2": GgufFamily("gemma2", fields.gemma2, names.GEMMA2, changes=_NORMS_WITH_ONE),
     "gemma3": GgufFamily("gemma3_text", fields.gemma3, names.GEMMA3, changes=_NORMS_WITH_ONE),
+    "gemma4": GgufFamily(
+        "gemma4_text",
+        fields.gemma4,
+        names.GEMMA4,
+        plain=frozenset(("token_embd", "per_layer_token_embd", "per_layer_model_proj", "ffn_gate_inp")),
+        kinds=fields.gemma4_kinds,
+        kind_tensors={
+            "local": LayerTensors(_weights("attn_k", "attn_v", "attn_k_norm")),
+            "full": LayerTensors(_weights("attn_k", "attn_k_norm")),
+            "shared": LayerTensors(frozenset(), unused=_weights("attn_k", "attn_v", "attn_k_norm")),
+        },
+    ),
     "starcoder2": GgufFamily("starcoder2", fields.starcoder2, names.STARCODER2),
     "stablelm": GgufFamily("stablelm", fields.stablelm, names.LLAMA),
     "nemotron": GgufFamily("nemotron", fields.nemotron, names.NEMOTRON, changes=_NORMS_WITH_ONE),

@@ -14,9 +14,12 @@ Fields = dict[str, Any]
 _LLAMA3: Final = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 
-def gated_fields(file: GgufFile, *, inner: int | None = None) -> Fields:
-    """The fields of decoders with RMS norms. `inner`: the width of the MLP, if the metadata may lack it."""
-    return size_fields(file, inner=inner) | dict(rms_norm_eps=file.number("attention.layer_norm_rms_epsilon"))
+def gated_fields(file: GgufFile, *, inner: int | None = None, kv_heads: int | None = None) -> Fields:
+    """The fields of decoders with RMS norms. `inner`, `kv_heads`: the width of the MLP and the number of key/value
+    heads, for families whose metadata may lack or list them."""
+    return size_fields(file, inner=inner, kv_heads=kv_heads) | dict(
+        rms_norm_eps=file.number("attention.layer_norm_rms_epsilon")
+    )
 
 
 def size_fields(file: GgufFile, *, inner: int | None = None, kv_heads: int | None = None) -> Fields:
@@ -29,7 +32,7 @@ def size_fields(file: GgufFile, *, inner: int | None = None, kv_heads: int | Non
         num_attention_heads=heads,
         num_key_value_heads=file.count("attention.head_count_kv", heads) if kv_heads is None else kv_heads,
         max_position_embeddings=file.count("context_length"),
-        rope_parameters=rope_fields(file, 10000.0),
+        rope_parameters={} if file.architecture == "gemma4" else rope_fields(file, 10000.0),
     )
 
 

@@ -180,3 +180,25 @@ ERNIE_MOE: Final = LLAMA | _ERNIE_EXPERTS
 HUNYUAN: Final = LLAMA | _HUNYUAN_HEAD_NORMS
 HUNYUAN_MOE: Final = HUNYUAN | _HUNYUAN_EXPERTS
 SEED_OSS: Final = LLAMA | _POST_ATTENTION_NORM
+GEMMA4: Final = (
+    GEMMA3
+    | {"per_layer_token_embd": "model.embed_tokens_per_layer"}
+    | {"per_layer_model_proj": "model.per_layer_model_projection"}
+    | {"per_layer_proj_norm": "model.per_layer_projection_norm"}
+    | _layer(
+        inp_gate="per_layer_input_gate",
+        proj="per_layer_projection",
+        post_norm="post_per_layer_input_norm",
+        ffn_gate_inp="router.proj",
+        pre_ffw_norm_2="pre_feedforward_layernorm_2",
+        post_ffw_norm_1="post_feedforward_layernorm_1",
+        post_ffw_norm_2="post_feedforward_layernorm_2",
+    )
+    | {
+        "blk.{}.layer_output_scale.weight": "model.layers.{}.layer_scalar",
+        "blk.{}.ffn_gate_inp.scale": "model.layers.{}.router.scale",
+        "blk.{}.ffn_down_exps.scale": "model.layers.{}.router.per_expert_scale",
+        "blk.{}.ffn_gate_up_exps.weight": "model.layers.{}.experts.gate_up_proj",
+        "blk.{}.ffn_down_exps.weight": "model.layers.{}.experts.down_proj",
+    }
+)

@@ -1,12 +1,12 @@
 """write_tokenizer(): tokenizer.json, tokenizer_config.json, generation_config.json and chat template of a GGUF file.
 
-GGUF has the tokens with their types, and either merges (byte-level vocabularies, `tokenizer.ggml.model` gpt2) or scores
-(sentencepiece, llama). Scores become merges, as in transformers' own conversion of sentencepiece models. Imports no
-torch.
+GGUF has the tokens with their types, and either merges (byte-level vocabularies, `tokenizer.ggml.model` gpt2), scores
+(sentencepiece, llama), or merges of sentencepiece's tokens (gemma4). Scores become merges, as in transformers' own
+conversion of sentencepiece models. Imports no torch.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -24,7 +24,8 @@ _KEY: Final = "tokenizer.ggml."
 # Tokens that end an answer, whatever the file's EOS token is. Those of llama.cpp, which knows them by their texts.
 _ENDS: Final = frozenset(
     (
-        "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<eos>",
+        "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>",
+        "<|tool_response>", "<eos>",
         "<|endoftext|>", "<|end_of_text|>", "</s>", "<EOT>", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
     )
 )  # fmt: skip
@@ -98,10 +99,10 @@ class Vocabulary:
         model, tokens = metadata.get(f"{_KEY}model"), metadata.get(f"{_KEY}tokens")
         if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
             raise InvalidModel(f"{file.path} has no vocabulary ({_KEY}tokens); give a file with a tokenizer")
-        if model not in ("gpt2", "llama"):
+        if model not in ("gpt2", "llama", "gemma4"):
             raise InvalidModel(
-                f"{file.path} has a tokenizer of the kind {model!r} ({_KEY}model), which is not read; served are gpt2 "
-                "and llama"
+                f"{file.path} has a tokenizer of the kind {model!r} ({_KEY}model), which is not read; served are gpt2, "
+                "llama and gemma4"
             )
         if len(set(tokens)) != len(tokens):
             raise InvalidModel(f"{file.path} has a token twice in its vocabulary; fetch it again")
@@ -158,7 +159,7 @@ class Vocabulary:
 
     @property
     def adds_bos(self) -> bool:
-        default = self.model == "llama" or self.pre_tokenizer.adds_bos
+        default = self.model != "gpt2" or self.pre_tokenizer.adds_bos
         return bool(self.file.metadata.get(f"{_KEY}add_bos_token", default)) and self.special_id("bos") is not None
 
     @property
@@ -183,15 +184,9 @@ def _build_tokenizer(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
-    merges = file.metadata.get(f"{_KEY}merges")
-    if not isinstance(merges, list):
-        raise InvalidModel(f"{file.path} has a vocabulary without merges ({_KEY}merges); fetch it again")
     splitter = vocabulary.pre_tokenizer
-    # A token may begin with a space, but has none later.
-    pairs = [(merge[:place], merge[place + 1 :]) for merge in merges if (place := merge.find(" ", 1)) > 0]
     ids = {token: index for index, token in enumerate(vocabulary.tokens) if vocabulary.kinds[index] != TokenKind.UNUSED}
-    if lost := next((pair for pair in pairs if not {*pair, "".join(pair)} <= ids.keys()), None):
-        raise InvalidModel(f"{file.path} merges {lost[0]!r} and {lost[1]!r}, which are no tokens; fetch it again")
+    pairs = _stored_merges(file, ids)
     tokenizer = Tokenizer(BPE(ids, pairs, fuse_unk=False, ignore_merges=splitter.ignores_merges))
     if splitter.composes:
         tokenizer.normalizer = normalizers.NFC()
@@ -200,13 +195,25 @@ def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
     return tokenizer
 
 
+def _stored_merges(file: GgufFile, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    merges = file.metadata.get(f"{_KEY}merges")
+    if not isinstance(merges, list):
+        raise InvalidModel(f"{file.path} has a vocabulary without merges ({_KEY}merges); fetch it again")
+    # A token may begin with a space, but has none later.
+    pairs = [(merge[:place], merge[place + 1 :]) for merge in merges if (place := merge.find(" ", 1)) > 0]
+    if lost := next((pair for pair in pairs if not {*pair, "".join(pair)} <= ids.keys()), None):
+        raise InvalidModel(f"{file.path} merges {lost[0]!r} and {lost[1]!r}, which are no tokens; fetch it again")
+    return pairs
+
+
 def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     # Gemma's runs of spaces are stored as spaces.
     pieces = [token.replace(" ", _SPACE) if not token.strip(" ") else token for token in vocabulary.tokens]
     unknown = vocabulary.special_id("unknown")
+    ids = {piece: index for index, piece in enumerate(pieces)}
     model = BPE(
-        {piece: index for index, piece in enumerate(pieces)},
-        _merges(pieces, vocabulary),
+        ids,
+        _merges(pieces, vocabulary) if vocabulary.model == "llama" else _stored_merges(vocabulary.file, ids),
         unk_token=None if unknown is None else pieces[unknown],
         fuse_unk=True,
         byte_fallback=True,

@@ -5,7 +5,7 @@ embeddings, are dequantised to the model's dtype. Imports no torch.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Final
@@ -21,7 +21,7 @@ from coatcheck.workers.gguf.gguf_file import GgufFile, GgufTensor
 # By torch's names: those of safetensors.
 DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _IN_LAYER: Final = re.compile(r"blk\.(\d+)\.(.+)")
-_UNUSED: Final = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")  # a table that old files of llama have
+_UNUSED: Final = "attn_rot_embd.weight"  # a table that old files of llama have
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,11 @@ def plan_weights(file: GgufFile, family: GgufFamily, dtype: str) -> list[Weight]
     InvalidModel for a tensor that the family does not have, or of a type that cannot be dequantised."""
     _check_complete(file, family)
     planner = _Planner(file, family, DTYPES[dtype], _common_forms(file))
+    kinds = family.kinds(file) if family.kinds else []
     weights = [
         weight
         for tensor in file.tensors.values()
-        if tensor.name not in ROPE_TENSORS and not _UNUSED.fullmatch(tensor.name) and not _predicts(file, tensor.name)
+        if tensor.name not in ROPE_TENSORS and not _is_unused(file, family, kinds, tensor.name)
         for weight in planner.place(tensor)
     ]
     names = [weight.name for weight in weights]
@@ -81,16 +82,22 @@ def plan_weights(file: GgufFile, family: GgufFamily, dtype: str) -> list[Weight]
     return weights
 
 
-def _predicts(file: GgufFile, name: str) -> bool:
-    """Whether the tensor is of a layer that predicts further tokens."""
+def _is_unused(file: GgufFile, family: GgufFamily, kinds: Sequence[str], name: str) -> bool:
+    """Whether a tensor is left out. Those of layers that predict further tokens are. `kinds`: of the layers."""
     found = _IN_LAYER.fullmatch(name)
-    return found is not None and file.num_layers <= int(found[1]) < file.count("block_count")
+    if found is None:
+        return False
+    layer, inner = int(found[1]), found[2]
+    if file.num_layers <= layer < file.count("block_count"):
+        return True
+    is_listed = layer < len(kinds) and inner in family.kind_tensors[kinds[layer]].unused
+    return is_listed or inner == _UNUSED
 
 
 def _check_complete(file: GgufFile, family: GgufFamily) -> None:
     """Raise InvalidModel if a tensor is missing that other layers have, or that a layer of its kind must have."""
     for name in family.names:
-        if not name.startswith("blk.") and name != "output":
+        if not name.startswith(("blk.", "per_layer_")) and name != "output":
             file.tensor(f"{name}.weight")
     layers: list[set[str]] = [set() for _ in range(file.num_layers)]
     for name in file.tensors:

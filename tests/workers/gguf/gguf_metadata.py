@@ -8,8 +8,8 @@ import numpy as np
 
 
 def add_fields(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) -> None:
-    if arch == "gpt2":
-        _add_gpt2_fields(writer, config)
+    if arch in ("gpt2", "gemma4"):
+        {"gpt2": _add_gpt2_fields, "gemma4": _add_gemma4_fields}[arch](writer, config)
         return
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     width = config.get("head_dim") or hidden // heads
@@ -129,6 +129,45 @@ def _add_delta_net(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
     writer.add_full_attention_interval(4)
     writer.add_rope_dimension_sections([11, 11, 10, 0])
+
+
+def _add_gemma4_fields(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    layers, full = config["num_hidden_layers"], config["per_layer_config"]["1"]
+    wide, full_heads = full["head_dim"], full.get("num_key_value_heads")
+    is_local = [kind == "sliding_attention" for kind in config["layer_types"]]
+    inner, shared = config["intermediate_size"], config["num_kv_shared_layers"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(layers)
+    if config["use_double_wide_mlp"]:
+        writer.add_feed_forward_length([inner * (1 + (layer >= layers - shared)) for layer in range(layers)])
+    else:
+        writer.add_feed_forward_length(inner)
+    writer.add_head_count(config["num_attention_heads"])
+    heads = config["num_key_value_heads"]
+    writer.add_head_count_kv(heads if full_heads is None else [heads if local else full_heads for local in is_local])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_key_length(wide)
+    writer.add_value_length(wide)
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count(wide)
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    rope = config["rope_parameters"]["full_attention"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(is_local)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["enable_moe_block"]:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    rotated = int(wide * rope["partial_rotary_factor"] / 2)
+    divisors = [1.0] * rotated + [1e30] * (wide // 2 - rotated)
+    writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
 
 
 def _add_gpt2_fields(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:

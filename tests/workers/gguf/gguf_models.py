@@ -35,6 +35,10 @@ _YARN = dict(
     rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64, beta_fast=32.0,
     beta_slow=1.0, mscale=0.707, mscale_all_dim=0.707,
 )  # fmt: skip
+_GEMMA4: dict[str, Any] = dict(
+    head_dim=32, global_head_dim=64, sliding_window=16, num_hidden_layers=4, hidden_size_per_layer_input=64,
+    layer_types=["sliding_attention", "full_attention"] * 2, final_logit_softcapping=30.0,
+)  # fmt: skip
 _DELTA_NET: dict[str, Any] = dict(
     head_dim=64, num_hidden_layers=5, linear_num_key_heads=2, linear_num_value_heads=8, linear_key_head_dim=32,
     linear_value_head_dim=32,
@@ -67,6 +71,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": ("gemma2", "gemma2", dict(head_dim=32, sliding_window=16, query_pre_attn_scalar=32)),
     "gemma3": (
         "gemma3", "gemma3_text", dict(head_dim=32, sliding_window=16, query_pre_attn_scalar=32, num_hidden_layers=7),
+    ),
+    "gemma4": ("gemma4", "gemma4_text", _GEMMA4 | dict(num_kv_shared_layers=2, use_double_wide_mlp=True)),
+    "gemma4-large": (
+        "gemma4", "gemma4_text",
+        _GEMMA4 | dict(hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1),
+    ),
+    "gemma4-moe": (
+        "gemma4", "gemma4_text",
+        _GEMMA4 | dict(
+            hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1, enable_moe_block=True,
+            num_experts=4, top_k_experts=2, moe_intermediate_size=256,
+        ),
     ),
     "starcoder2": ("starcoder2", "starcoder2", dict(use_bias=True, sliding_window=4096)),
     "stablelm": ("stablelm", "stablelm", _PLAIN_NORMS),
@@ -159,6 +175,8 @@ def write_model(
         num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1,
         eos_token_id=2,
     )  # fmt: skip
+    if "hidden_size_per_layer_input" in fields:
+        fields = fields | dict(vocab_size_per_layer_input=tokenizer.get_vocab_size())
     config = CONFIG_MAPPING[model_type](**{**shape, **fields, **overrides})
     source = write_random_checkpoint(config, folder / f"{name}-source", seed=sum(name.encode()))
     plain = Path(shutil.copytree(source, folder / f"{name}-plain"))

@@ -41,7 +41,7 @@ def write_weights(
         if arch == "gpt-oss" and "experts" in parts:
             held[name] = _store_gpt_oss(store, name, values, seed)
             continue
-        if "experts" in parts:  # stacked below
+        if "experts" in parts and arch != "gemma4":  # stacked below
             place = parts.index("experts") + 1
             index = int(parts.pop(place))
             experts.setdefault(".".join(parts), {})[index] = name
@@ -51,8 +51,10 @@ def write_weights(
             continue
         known = name.replace("e_score_correction_bias", "e_score_correction.bias").replace(".dt_bias", ".dt_proj.bias")
         found = names.get_name(known, try_suffixes=(".weight", ".bias"))
+        if arch == "gemma4" and name.endswith((".router.scale", ".per_expert_scale")):
+            found = f"blk.{parts[2]}.{'ffn_gate_inp' if parts[-1] == 'scale' else 'ffn_down_exps'}.scale"
         assert found is not None, name
-        found += ".weight" if found.endswith("attn_sinks") else ""
+        found += ".weight" if found.endswith(("attn_sinks", "layer_output_scale", "_exps")) else ""
         change = _change_of(arch, config, name, values)
         changed = values if change is None else change.forth(values)
         plain = (".conv.", "conv1d", "ffn_gate_inp", "_norm.")
@@ -68,6 +70,9 @@ def write_weights(
     if arch == "glm4moe":  # a layer that predicts further tokens
         for leaf in ("attn_norm", "nextn.eh_proj", "nextn.enorm"):
             store(f"blk.{layers}.{leaf}.weight", np.ones((64, 64), np.float32), 0, is_plain=True)
+    for layer in range(layers - config.get("num_kv_shared_layers", 0), layers):  # Gemma's checkpoints have them too
+        store(f"blk.{layer}.attn_k.weight", np.ones((64, 256), np.float32), 0)
+        store(f"blk.{layer}.attn_k_norm.weight", np.ones(32, np.float32), 0, is_plain=True)
     return held
 
 

@@ -38,7 +38,8 @@ _EQUAL = {
     "gpt2": {"num_key_value_heads", "intermediate_size"},
     "hunyuan-alpha": {"rope_parameters"}, "glm4-sections": {"rope_parameters"},
     "glm4-moe-lite": {"model_type", "mlp_layer_types"},
-    "qwen35-moe": {"intermediate_size"},
+    "qwen35-moe": {"intermediate_size"}, "gemma4-large": {"vocab_size_per_layer_input"},
+    "gemma4-moe": {"vocab_size_per_layer_input"},
 }  # fmt: skip
 
 
@@ -169,6 +170,8 @@ def test_columns_that_divide_groups_are_dequantised(tmp_path: Path) -> None:
         ("lfm2", "blk.3.ffn_up.weight", "lacks tensor blk.3.ffn_up.weight"),
         ("qwen35", "blk.0.ssm_dt.bias", "lacks tensor blk.0.ssm_dt.bias"),
         ("qwen35", "blk.3.attn_q.weight", "lacks tensor blk.3.attn_q.weight"),
+        ("gemma4-large", "blk.0.attn_v.weight", "lacks tensor blk.0.attn_v.weight"),
+        ("gemma4-large", "blk.1.attn_k.weight", "lacks tensor blk.1.attn_k.weight"),
         ("glm4-moe", "blk.0.ffn_up.weight", "lacks tensor blk.0.ffn_up.weight"),
         ("glm4-moe", "blk.2.ffn_up_shexp.weight", "lacks tensor blk.2.ffn_up_shexp.weight"),
         ("deepseek-v3", "blk.1.attn_v_b.weight", "lacks tensor blk.1.attn_v_b.weight"),

@@ -131,7 +131,7 @@ CHARACTERS = sorted(set("abcdefghijklmnopqrstuvwxyzHIW0123456789.,!';▁"))
 SPM_TEXTS = ("the quick brown fox and the dog", "Hello, world!  1234", "a    b", "naïve 🙂", "")
 
 
-def add_sentencepiece(writer: gguf.GGUFWriter, *, is_gemma: bool = False) -> list[str]:
+def add_sentencepiece(writer: gguf.GGUFWriter, *, is_gemma: bool = False, model: str = "llama") -> list[str]:
     """A vocabulary with the layout of Llama 2's, or of Gemma's. Returns the pieces."""
     heads = ["<pad>", "<eos>", "<bos>", "<unk>"] if is_gemma else ["<unk>", "<s>", "</s>"]
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -143,7 +143,7 @@ def add_sentencepiece(writer: gguf.GGUFWriter, *, is_gemma: bool = False) -> lis
     # llama.cpp's converter writes Gemma's runs of spaces as spaces.
     stored = [piece.replace("▁", " ") if is_gemma and not piece.strip("▁") else piece for piece in pieces]
     stored = ["▁" if piece == " " else piece for piece in stored]
-    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_model(model)
     writer.add_tokenizer_pre("default")
     writer.add_token_list(stored)
     writer.add_token_scores(scores)
@@ -180,6 +180,32 @@ def test_sentencepiece_ids_are_those_of_the_original(tmp_path: Path, is_gemma: b
     spaces = loaded.encode(" the", add_special_tokens=False)
     assert spaces == [vocabulary[piece] for piece in (["▁the"] if is_gemma else ["▁", "▁the"])]
     assert loaded.decode(spaces) == " the"
+
+
+def test_gemma4_has_the_merges_of_the_original(tmp_path: Path) -> None:
+    """In the order of the file, which is not that of the scores here."""
+    pieces: list[str] = []
+    merges = [
+        (piece[:end], piece[end:])
+        for piece in reversed(PIECES)
+        for end in range(1, len(piece))
+        if {piece[:end], piece[end:]} <= {*PIECES, *CHARACTERS}
+    ]
+
+    def write(writer: gguf.GGUFWriter) -> None:
+        pieces.extend(add_sentencepiece(writer, is_gemma=True, model="gemma4"))
+        writer.add_token_merges([" ".join(merge) for merge in merges])
+        writer.add_add_bos_token(True)
+
+    loaded = TokenizerJson.load(str(converted(tmp_path, write, "gemma4")))
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    original: Any = transformers.GemmaTokenizer
+    reference = original(vocab=vocabulary, merges=merges)
+    for text in SPM_TEXTS:
+        ids = loaded.encode(text, add_special_tokens=False)
+        assert ids == reference.encode(text, add_special_tokens=False), text
+        assert loaded.encode(text) == [vocabulary["<bos>"], *ids]
+        assert loaded.decode(ids) == text.replace("▁", " ")
 
 
 @pytest.mark.parametrize(("arch", "write"), [
