@@ -30,6 +30,7 @@ KERNELS = [
     "mamba2",
     "rows",
     "sampling",
+    "selective_scan",
     "shared_memory",
     "short_conv",
     "transfer_blocks",

@@ -56,10 +56,12 @@ _CLASS_SIGNATURES = {
     "rotary": "p:v",
     "route": "p:v",
     "sample": "pqqqpppppppp:r",
+    "selective_scan": "p:v",
     "shared_all_gather": "ppqp:r",
     "shared_all_reduce": "ppqq:r",
     "shared_broadcast": "ppq:r",
     "short_conv": "p:v",
+    "silu_conv": "p:v",
     "silu_mul": "pqpqqqq:v",
     "token_mask": "pqqpqpq:v",
     "transfer_blocks": "pqppqpqqp:v",
@@ -92,6 +94,7 @@ GATED_DELTA_NET = struct.Struct("@12P13qff")
 _CONVOLUTION = "6P5q"
 SHORT_CONV = struct.Struct(f"@{_CONVOLUTION}2Pq")
 MAMBA2 = struct.Struct(f"@{_CONVOLUTION}9P7q4f")
+SELECTIVE_SCAN = struct.Struct("@12P8q")
 LATENT_ROTARY = struct.Struct("@8P11qff")
 LORA = struct.Struct("@7P7q")
 HEADS_LINEAR = struct.Struct("@PqqPqqPqqqqqqPq")

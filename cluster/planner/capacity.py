@@ -61,7 +61,7 @@ class KvCacheSpec:
     @property
     def copies(self) -> float:
         """Copies of each KV head over all ranks: above 1 if there are more ranks than KV heads."""
-        return self.rank.bytes_per_block * self.tp / self.whole.bytes_per_block
+        return self.rank.bytes_per_block * self.tp / self.whole.bytes_per_block if self.layers else 1.0
 
     def count_blocks(self, tokens: int) -> int:
         """Blocks of a sequence of `tokens` tokens."""
@@ -136,6 +136,7 @@ def count_pool_blocks(
         block_size=cache.block_size,
         max_model_len=None,
         snapshot_bytes=num_snapshots * rank_state_bytes,
+        max_blocks=cache.rank.max_blocks,
     )
     return num_blocks, num_snapshots
 

@@ -10,19 +10,21 @@ from typing import Final, Self
 
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.proto.errors import InvalidModel
-from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateSpec
 
 _ATTENTION: Final = frozenset({"full_attention", "attention", "hybrid"})
 _STATE: Final = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
 _MLP: Final = frozenset({"mlp", "moe"})
+# Types whose layers are mixers alone, without attention and MLP.
+WITHOUT_ATTENTION: Final = frozenset({"falcon_mamba", "mamba", "mamba2"})
 # The letters of nemotron_h's hybrid_override_pattern.
 _LETTERS: Final = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 
 @dataclass(frozen=True, slots=True)
 class HybridLayers:
-    """`kinds`: the type of each layer. `has_mlp_layers`: an MLP is a layer of its own (nemotron_h). `states`: those
-    layers that keep a state."""
+    """`kinds`: the type of each layer. `has_mlp_layers`: an MLP is a layer of its own (nemotron_h), or there is none.
+    `states`: those layers that keep a state."""
 
     kinds: tuple[str, ...]
     has_mlp_layers: bool
@@ -35,7 +37,7 @@ class HybridLayers:
             return None
         kinds = _layer_kinds(config)
         states = tuple(read(config, layer) for layer, kind in enumerate(kinds) if kind in _STATE)
-        return cls(kinds, config.model_type == "nemotron_h", states)
+        return cls(kinds, config.model_type in {"nemotron_h", *WITHOUT_ATTENTION}, states)
 
     @property
     def attention(self) -> tuple[int, ...]:
@@ -62,6 +64,11 @@ def _layer_kinds(config: ModelConfig) -> tuple[str, ...]:
     elif family == "bamba":
         attending = _layer_indices(config, "attn_layer_indices") or []
         kinds = ["full_attention" if layer in attending else "linear_attention" for layer in range(count)]
+    elif family in WITHOUT_ATTENTION:
+        kinds = ["linear_attention"] * count
+    elif family == "jamba":
+        period, offset = config.count("attn_layer_period", default=8), config.number("attn_layer_offset", default=4)
+        kinds = ["linear_attention" if layer % period != offset else "full_attention" for layer in range(count)]
     elif isinstance(listed, list):
         kinds = [str(kind) for kind in listed]
     elif isinstance(pattern, str):
@@ -169,6 +176,39 @@ def _nemotron_mamba2(config: ModelConfig, layer: int) -> Mamba2Spec:
     )
 
 
+def _mamba(config: ModelConfig, layer: int) -> MambaSpec:
+    """The Mamba mixer of jamba, whose fields begin with mamba_, and of mamba and falcon_mamba."""
+    hidden = config.count("hidden_size")
+    channels = config.count("mamba_expand", "expand", default=2) * hidden
+    if config.model_type != "jamba":  # falcon_mamba's expand is not its width; jamba's field is the width of its MLP
+        channels = config.count("intermediate_size", default=channels)
+    ranks = ("mamba_dt_rank", "time_step_rank")
+    is_auto = any(config.values.get(name) == "auto" for name in ranks)
+    return MambaSpec(
+        layer=layer,
+        channels=channels,
+        state_size=config.count("mamba_d_state", "state_size", default=16),
+        dt_rank=-(-hidden // 16) if is_auto else config.count(*ranks, default=-(-hidden // 16)),
+        conv_size=config.count("mamba_d_conv", "conv_kernel", default=4),
+    )
+
+
+def _plain_mamba2(config: ModelConfig, layer: int) -> Mamba2Spec:
+    """The mixer of mamba2."""
+    _check_dt_limits(config)
+    heads, head_dim = config.count("num_heads", default=128), config.count("head_dim", default=64)
+    groups = _head_groups(config, heads, config.count("n_groups", default=8))
+    return Mamba2Spec(
+        layer=layer,
+        heads=heads,
+        head_dim=head_dim,
+        groups=groups,
+        state_size=config.count("state_size", default=128),
+        conv_size=config.count("conv_kernel", default=4),
+        norm_size=heads * head_dim // groups,
+    )
+
+
 def _head_groups(config: ModelConfig, heads: int, groups: int) -> int:
     """Return `groups`. Raise InvalidModel unless they divide the heads."""
     if heads % groups:
@@ -183,5 +223,7 @@ _STATE_OF: Final[dict[str, Callable[[ModelConfig, int], StateSpec]]] = {
     **dict.fromkeys(_DELTA_NETS, _delta_net),
     **dict.fromkeys(("lfm2", "lfm2_moe"), _short_conv),
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _mamba2),
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), _mamba),
+    "mamba2": _plain_mamba2,
     "nemotron_h": _nemotron_mamba2,
 }

@@ -38,6 +38,7 @@ ATTENTIONS_PER_LAYER: Final = {"longcat_flash": 2}
 _MORE_KV_HEADS: Final = {"mimo_v2_flash": 2}
 # Families whose values are shorter than their keys. The pool pads such a value with zeros to the length of a key.
 _SHORT_VALUES: Final = frozenset({"mimo_v2_flash"})
+NO_ATTENTION: Final = LayerSpec(0, 0, 0)  # stands for a layer of a model that has none with attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,8 @@ class ModelShape:
                 if config.is_served
                 else "only the text part is counted; `coatcheck serve` does not serve this model"
             )
-        heads = config.count("num_attention_heads", "n_head", "num_heads")
         windows = _windows_by_layer(config, hybrid)
-        layer, expanded = _attention_layer(config, heads)
+        layer, expanded = _attention_layer(config) if windows else (NO_ATTENTION, NO_ATTENTION)
         shapes = _shapes_by_layer(config, len(windows))
         for own, source in zip(shapes, _kv_sources(config, windows), strict=True):
             own["kv_source"] = source
@@ -112,19 +112,20 @@ class ModelShape:
 
 def _windows_by_layer(config: ModelConfig, hybrid: HybridLayers | None) -> list[int]:
     """The sliding window of each attention layer in tokens; 0: full attention. Raise InvalidModel if there is no such
-    layer."""
+    layer, and none with a state."""
     if hybrid is None:
         count = config.count("num_hidden_layers", "n_layer", "num_layers", most=10_000)
         windows = _sliding_windows(config, count * ATTENTIONS_PER_LAYER.get(config.model_type, 1))
     else:
         windows = [0] * len(hybrid.attention)
-    if not windows:
+    if not windows and (hybrid is None or not hybrid.states):
         raise InvalidModel(f"{config.name}: config.json has no layer with attention; correct its layer_types")
     return windows
 
 
-def _attention_layer(config: ModelConfig, heads: int) -> tuple[LayerSpec, LayerSpec]:
+def _attention_layer(config: ModelConfig) -> tuple[LayerSpec, LayerSpec]:
     """An attention layer without a window: as the KV pool stores it, and with the keys and values of every head."""
+    heads = config.count("num_attention_heads", "n_head", "num_heads")
     if config.values.get("kv_lora_rank") is not None:
         nope, rope, v = (config.count(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
         latent = LayerSpec(heads, 1, config.count("kv_lora_rank") + rope, v_head_dim=0, rope_head_dim=rope)

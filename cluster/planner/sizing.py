@@ -335,7 +335,7 @@ def _adapter_bytes(settings: PlanSettings, shape: ModelShape) -> int:
     """Bytes of the LoRA adapters on one rank."""
     if settings.adapters and settings.device == "cuda":
         raise InvalidConfig("lora-modules: adapters are served only on CPUs; use --device cpu")
-    kv_ranks = min(settings.tp, shape.layers[0].num_kv_heads)
+    kv_ranks = min((settings.tp, *(layer.num_kv_heads for layer in shape.layers[:1])))
     return sum(Adapter.open(module).rank_bytes(settings.tp, kv_ranks) for module in settings.adapters)
 
 
@@ -372,8 +372,9 @@ def _state_notes(settings: PlanSettings, shape: ModelShape, rank_state_bytes: in
 
 
 def _notes(cache: KvCacheSpec, context: int, max_model_len: int | None) -> list[str]:
-    notes = []
-    is_latent = cache.layers[0].is_latent
+    empty = f"no layer has attention: the blocks of the pool hold nothing; at most {cache.rank.max_blocks:,}"
+    notes = [] if cache.layers else [empty]
+    is_latent = any(layer.is_latent for layer in cache.layers)
     if is_latent and cache.shard.divides_latents:
         notes.append("latent attention (MLA): the ranks of tp divide the tokens of each block (--mla-shard tokens)")
     elif is_latent:

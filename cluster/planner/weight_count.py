@@ -9,9 +9,9 @@ from typing import Final, Self
 
 from coatcheck.cluster.planner.hybrid_layers import HybridLayers
 from coatcheck.cluster.planner.model_config import ModelConfig
-from coatcheck.cluster.planner.model_shape import ATTENTIONS_PER_LAYER
+from coatcheck.cluster.planner.model_shape import ATTENTIONS_PER_LAYER, NO_ATTENTION
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
-from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, Mamba2Spec, ShortConvSpec, StateSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateSpec
 from coatcheck.workers.distributed.tp_shard import TpShard
 
 # Families whose MLP has two matrices instead of three.
@@ -25,10 +25,10 @@ _UNGATED: Final = frozenset(
 _TIED: Final = frozenset(
     {
         "biogpt", "bloom", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "ernie4_5",
-        "ernie4_5_moe", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text",
-        "gemma4_unified_text", "gpt2", "gpt_bigcode", "gpt_neo", "granite_swa", "jetmoe", "lfm2",
-        "lfm2_moe", "minicpm3",
-        "modernbert-decoder", "mpt", "opt", "smollm3", "starcoder2", "vaultgemma", "youtu",
+        "ernie4_5_moe", "falcon", "falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text",
+        "gemma4_text", "gemma4_unified_text", "gpt2", "gpt_bigcode", "gpt_neo", "granite_swa", "jetmoe", "lfm2",
+        "lfm2_moe", "mamba", "minicpm3", "modernbert-decoder", "mpt", "opt", "smollm3", "starcoder2",
+        "vaultgemma", "youtu",
     }
 )  # fmt: skip
 # Families whose first layers have a dense MLP, if config.json does not say.
@@ -110,7 +110,7 @@ def _layer_weights(
 ) -> tuple[int, int]:
     """(dense weights, weights of experts) of all layers. The arguments are those of WeightCount.of."""
     dense = experts = 0
-    layer = layers[0]
+    layer = layers[0] if layers else NO_ATTENTION
     hybrid = HybridLayers.of(config)
     attending = range(len(layers)) if hybrid is None else hybrid.attention
     by_layer, attentions = {state.layer: state for state in states}, iter(layers)
@@ -155,6 +155,9 @@ def _state_layer(state: StateSpec, shard: TpShard, hidden: int) -> int:
     convolution = (inputs + 1) * channels
     if isinstance(part, ShortConvSpec):
         return hidden * (3 * channels + inner) + convolution
+    if isinstance(part, MambaSpec):
+        projected = part.dt_rank * (2 * inner) + 2 * part.state_size * inner  # of x_proj and dt_proj
+        return 3 * hidden * inner + projected + part.state_size * inner + convolution
     if isinstance(part, Mamba2Spec):
         return hidden * (2 * inner + channels + part.heads) + convolution
     assert isinstance(part, DeltaNetSpec)
@@ -248,6 +251,9 @@ def _has_experts(config: ModelConfig, index: int) -> bool:
         return bool(kinds[index] == "sparse")
     if isinstance(flags := config.values.get("moe_layer_freq"), list) and index < len(flags):  # mimo_v2_flash
         return bool(flags[index])
+    if config.model_type == "jamba":
+        offset = config.number("expert_layer_offset", default=1)
+        return index % config.count("expert_layer_period", default=2) == offset
     step = config.count("decoder_sparse_step", "moe_layer_freq", default=1)
     if "decoder_sparse_step" in config.values:
         return (index + 1) % step == 0

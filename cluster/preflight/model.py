@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, TypeGuard
 
 from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.planner.hybrid_layers import WITHOUT_ATTENTION
 from coatcheck.cluster.planner.model_config import ModelConfig, fill_defaults
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.preflight.config_json import check_config
@@ -163,6 +164,7 @@ def _check_blocks(config: ServeConfig, layout: BlockLayout) -> None:
             bytes_per_block=layout.bytes_per_block,
             block_size=config.block_size,
             max_model_len=config.max_model_len,
+            max_blocks=layout.max_blocks,
         )
     if not is_share(config.host_kv_memory):
         choose_host_blocks(
@@ -190,7 +192,7 @@ def _check_sizes(model: ModelConfig) -> None:
     given = [names for names in _FIELDS if any(model.values.get(name) is not None for name in names)]
     if len(given) < 2:  # a model family with other field names
         return
-    for names in _FIELDS:
+    for names in _FIELDS[:2] if model.model_type in WITHOUT_ATTENTION else _FIELDS:
         if names not in given:
             raise InvalidModel(f"{model.name}: config.json has no {names[0]}; add it, or fetch config.json again")
 

@@ -1,5 +1,5 @@
-/* The arguments of short convolutions and of Mamba-2, as short_conv.py and mamba2.py of kernels/linear_attention pack
- * them. */
+/* The arguments of short convolutions, Mamba-2 and Mamba, as short_conv.py, mamba2.py and selective_scan.py of
+ * kernels/linear_attention pack them. */
 #pragma once
 #include <stdint.h>
 
@@ -30,3 +30,18 @@ typedef struct {
     int64_t stride, heads, head_dim, groups, state_size, norm_size, norm_before_gate;
     float dt_min, dt_max, eps, unused;
 } Mamba2;
+
+#define MAX_STATE_SIZE 256
+
+/* Its convolution has the arguments of a ShortConv, whose rows are x. */
+typedef struct {
+    const void *x;    /* the convolution's output [tokens][channels] */
+    const void *dt, *bc, *gate; /* rows `dt_stride`, `bc_stride`, `gate_stride` apart: [channels], B and C, [channels] */
+    const float *rates;   /* -exp(a_log) / ln(2), [channels / 16][state_size][16] */
+    const float *biases, *skips; /* [channels]: of dt, and D */
+    float *matrix;        /* [slots][channels / 16][state_size][16] */
+    const int64_t *slots; /* the slot of each sequence */
+    const int32_t *seq_lens, *cu_seqlens;
+    void *out;            /* [tokens][channels] */
+    int64_t dt_stride, bc_stride, gate_stride, sequences, tokens, channels, state_size, type;
+} SelectiveScan;

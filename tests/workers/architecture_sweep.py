@@ -19,8 +19,7 @@ from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.attention.attention_probe import probe_attention
 from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
 from coatcheck.workers.model.lm_head import probe_head
-from coatcheck.workers.model.meta_model import build_meta_model, read_config
-from coatcheck.workers.model.rope import choose_max_model_len
+from coatcheck.workers.model.meta_model import build_meta_model, choose_length, read_config
 from coatcheck.workers.verification.comparison import NoReference, find_difference
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 
@@ -87,6 +86,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "helium": dict(head_dim=16),
     "hunyuan_v1_dense": dict(head_dim=16),
     "hunyuan_v1_moe": dict(head_dim=16, moe_topk=2),
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "kimi_linear": _LATENT,
     "glm4_moe_lite": _LATENT | dict(num_key_value_heads=4),
     "longcat_flash": _LATENT
@@ -239,7 +239,7 @@ def verdict_on(name: str, config: Any, directory: Path) -> Verdict:
         config.save_pretrained(directory)
         if _is_whole_decoder(config):  # without weights, which a model refused may have gigabytes of
             served = read_config(directory)
-            model = build_meta_model(served, torch.float32, torch.device("cpu"), choose_max_model_len(served, None))
+            model = build_meta_model(served, torch.float32, torch.device("cpu"), choose_length(served, None))
             probe_attention(model)
             probe_head(model)
         else:

@@ -138,6 +138,16 @@ _MAMBA: dict[str, Any] = dict(  # of most types with Mamba-2
     mamba_d_state=32,
     mamba_chunk_size=16,
 )
+_JAMBA: dict[str, Any] = dict(  # Mamba, attention, Mamba, Mamba; every second layer has experts
+    num_attention_heads=4,
+    num_hidden_layers=4,
+    attn_layer_period=4,
+    attn_layer_offset=1,
+    num_experts=4,
+    num_experts_per_tok=2,
+    mamba_d_state=8,
+    mamba_dt_rank=5,
+)
 _LFM2: dict[str, Any] = dict(num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "conv"])
 # Types that only the parity tests and the tests of their peculiarities cover: `serve` verifies them when it starts.
 FURTHER_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -146,6 +156,8 @@ FURTHER_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe_lite",
         {name: value for name, value in _DEEPSEEK.items() if name != "first_k_dense_replace"},
     ),
+    "falcon-mamba": ("falcon_mamba", dict(state_size=8, time_step_rank=5, use_bias=True)),
+    "jamba": ("jamba", _JAMBA | dict(mamba_proj_bias=True)),
     "longcat-flash": (
         "longcat_flash",
         _LATENT
@@ -159,6 +171,7 @@ FURTHER_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             head_dim=16,
         ),
     ),
+    "mamba": ("mamba", dict(tie_word_embeddings=False)),
     "mimo-v2-flash": (
         "mimo_v2_flash",
         dict(
@@ -176,6 +189,8 @@ FURTHER_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe": ("qwen3_5_moe_text", _DELTA_NET_EXPERTS),
     "youtu": ("youtu", _LATENT | dict(tie_word_embeddings=True)),
 }
+# Architectures that no GPU kernel computes.
+ON_CPUS = ("falcon-mamba", "jamba", "mamba")
 # Types whose layers with a state are not divided over ranks.
 ONE_RANK: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", {k: v for k, v in _MAMBA.items() if k != "layer_types"} | dict(attn_layer_indices=[1])),
@@ -205,6 +220,10 @@ ONE_RANK: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2-moe": (
         "lfm2_moe",
         _LFM2 | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, num_dense_layers=1),
+    ),
+    "mamba2": (
+        "mamba2",
+        dict(num_heads=8, head_dim=16, n_groups=2, state_size=32, chunk_size=16, use_bias=True),
     ),
     "nemotron-h": (
         "nemotron_h",

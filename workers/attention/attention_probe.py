@@ -77,7 +77,7 @@ _recording: ContextVar[_Recording] = ContextVar("probe_recording")  # of the pas
 
 def probe_attention(model: PreTrainedModel, max_model_len: int | None = None) -> list[AttentionLayer]:
     """The parameters of the attention layers, in layer order, with the heads of all ranks. Layers that keep a state
-    (state_layers.py) and layers without attention are left out.
+    (state_layers.py) and layers without attention are left out, so a model of these alone has none.
 
     `model`: its parameters are on the meta device. Its buffers, config and parameters are unchanged afterwards.
     `max_model_len`: masks are checked up to this length; None: config.json's max_position_embeddings.
@@ -129,8 +129,8 @@ def _read_layers(model: PreTrainedModel, max_model_len: int) -> list[AttentionLa
     if missing:
         named = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
         raise _Unsupported(f"layers {named} attend, or keep a state, outside of transformers' attention interface")
-    if not recording.layers:
-        raise _Unsupported("none of its layers has attention")
+    if not recording.layers and not others:
+        raise _Unsupported("none of its layers has attention or keeps a state")
     return [recording.layers[layer] for layer in sorted(recording.layers)]
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateSpec
 
 # Attention whose query projection outputs, for each head, the query and then a gate that multiplies the head's output.
 _GATED_ATTENTIONS: Final = frozenset({"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"})
@@ -124,6 +124,16 @@ def _read_mamba2(module: Any) -> Mamba2Spec:
     )
 
 
+def _read_mamba(module: Any) -> MambaSpec:
+    return MambaSpec(
+        layer=module.layer_idx,
+        channels=module.intermediate_size,
+        state_size=module.ssm_state_size,
+        dt_rank=module.time_step_rank,
+        conv_size=module.conv_kernel_size,
+    )
+
+
 def _norm_size(mixer: Any) -> int:
     """The number of elements whose mean square a Mamba-2 mixer's norm takes; 0 without a norm."""
     norm = mixer.norm
@@ -139,8 +149,10 @@ _READERS: Final[Mapping[str, Callable[[Any], StateSpec]]] = {
     **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _read_delta_net),
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _read_short_conv),
     **dict.fromkeys(
-        ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"), _read_mamba2
+        ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer"),
+        _read_mamba2,
     ),
+    **dict.fromkeys(("FalconMambaMixer", "JambaMambaMixer", "MambaMixer"), _read_mamba),
 }
 
 

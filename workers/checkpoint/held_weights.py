@@ -24,10 +24,14 @@ _HELD_SCALES: Final = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E4M3": 1}
 _WORDS: Final = {"cpu": 8, "cuda": 16}
 _GROUP: Final = 128  # columns that share a scale with quantization int4
 _EMBEDDINGS: Final = ("model.embed_tokens.weight", "transformer.wte.weight")
-# The modules for which _may_quantise of weight_loader.py is False: heads, routers, and decays of gated delta nets.
-_UNQUANTISED: Final = frozenset(
-    ("lm_head", "embed_out", "gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
-)
+# Modules that --quantization leaves as they are: heads, routers, and of gated delta nets and Mamba mixers the decay of
+# a state and the strength of its updates, on which every later token depends.
+UNQUANTISED: Final = frozenset(
+    (
+        "lm_head", "embed_out", "gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba",
+        "x_proj", "dt_proj",
+    )
+)  # fmt: skip
 _MTP: Final = re.compile(r"(.+\.)?mtp[._]")  # layers for multi-token prediction, which are not loaded
 _LAYER: Final = re.compile(r".*\blayers\.(\d+)\..+")
 # By model type: how many of the last layers read the keys and values of earlier layers, if config.json lacks
@@ -186,12 +190,12 @@ def _is_scattered(order: TensorEntry) -> bool:
 
 def _is_quantised_at_load(key: str, entry: TensorEntry) -> bool:
     """Whether --quantization quantises the tensor, by its name: experts, and linears inside layers except those of
-    _UNQUANTISED."""
+    UNQUANTISED."""
     if len(entry.shape) == 3:
         return _FUSED.fullmatch(key) is not None
     module, _, leaf = key.rpartition(".")
     is_linear = leaf == "weight" and len(entry.shape) == 2 and (".layers." in key or ".h." in key)
-    return is_linear and not _UNQUANTISED.intersection(module.split("."))
+    return is_linear and not UNQUANTISED.intersection(module.split("."))
 
 
 def _matrix_of(config: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from enum import Enum
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.state_layers import StateLayer
-from coatcheck.workers.core.model_spec import DeltaNetSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, MambaSpec
 from coatcheck.workers.distributed.tensor_slice import Range, TensorSlice
 from coatcheck.workers.distributed.tp_shard import TpShard
 
@@ -60,13 +60,13 @@ def plan_sharding(
     `embedding`, `lm_head`: the names of these modules.
     `expert_parallel`: a rank holds whole experts instead of a part of each.
     `whole`: modules that every rank computes whole, whatever `tp_plan` says.
-    `states`: the layers that keep a state, which are split by key heads.
+    `states`: the layers that keep a state, which are split by key heads or channels.
     Raises InvalidConfig if `shard.size` does not divide a dimension, InvalidModel for a style that is not supported.
     """
     plan = ShardingPlan()
     if shard.size == 1:
         return plan
-    if not tp_plan:
+    if not tp_plan and layers:
         raise InvalidModel("this architecture has no tensor-parallel plan in transformers; serve it with tp 1")
     for module, role in ((embedding, ParallelRole.EMBEDDING), (lm_head, ParallelRole.LM_HEAD)):
         plan.roles[module] = role
@@ -78,12 +78,16 @@ def plan_sharding(
         shard_one(plan, shapes, layer, shard)
     for state in states:
         shard.shard_state(state.spec)  # raises InvalidConfig
-        assert isinstance(state.spec, DeltaNetSpec)
-        _shard_delta_net(plan, shapes, state.module, state.spec, shard)
+        if isinstance(state.spec, MambaSpec):
+            _shard_mamba(plan, shapes, state.module, state.spec, shard)
+        else:
+            assert isinstance(state.spec, DeltaNetSpec)
+            _shard_delta_net(plan, shapes, state.module, state.spec, shard)
     attention = {layer.module for layer in layers} | {state.module for state in states}
     styles = [(re.compile(re.escape(k).replace(r"\*", r"\d+")), style) for k, style in tp_plan.items()]
-    if "moe_tp_experts" in tp_plan.values():  # qwen2_moe's plan lacks the shared expert
-        styles += [(re.compile(rf".*\.shared_experts?\.{name}_proj"), style) for name, style in _SHARED_EXPERT]
+    if "moe_tp_experts" in tp_plan.values():  # qwen2_moe's plan lacks the shared expert, jamba's the dense MLPs
+        pattern = r".*\.(shared_experts?|feed_forward)\."
+        styles += [(re.compile(rf"{pattern}{name}_proj"), style) for name, style in _SHARED_EXPERT]
     # An entry of tp_plan names a parameter (of experts), or a module, for its weight and bias.
     parents = {_parent(name) for name in shapes}
     grandparents = {_parent(name) for name in parents} - {""}
@@ -193,6 +197,23 @@ def _shard_delta_net(
         elif leaf != "norm.weight" or shape != (layer.value_dim,):  # a norm over one head is the same on every rank
             raise InvalidModel(f"{name} {list(shape)} is not a tensor that we can split by heads; serve it with tp 1")
     plan.roles[f"{module}.out_proj"] = ParallelRole.ROW
+
+
+def _shard_mamba(plan: ShardingPlan, shapes: dict[str, Shape], module: str, layer: MambaSpec, shard: TpShard) -> None:
+    """Split one Mamba mixer by channels. Every rank has all of dt, B and C before the projection of dt, so x_proj sums
+    over the ranks, and so does out_proj."""
+    rows = shard.split_evenly(layer.channels, "the channels of the Mamba mixers")
+    both = (rows, _shift(rows, layer.channels))  # x and the gate
+    ranges: dict[str, tuple[int, tuple[Range, ...]]] = {  # (dimension, this rank's part)
+        **dict.fromkeys(("in_proj.weight", "in_proj.bias"), (0, both)),
+        **dict.fromkeys(("conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias", "A_log", "D"), (0, (rows,))),
+        **dict.fromkeys(("x_proj.weight", "out_proj.weight"), (1, (rows,))),
+    }
+    for leaf, (dim, parts) in ranges.items():
+        if (name := f"{module}.{leaf}") in shapes:
+            plan.slices[name] = TensorSlice(dim, parts)
+    for leaf in ("x_proj", "out_proj"):
+        plan.roles[f"{module}.{leaf}"] = ParallelRole.ROW
 
 
 def _rescale(rows: Range, head_dim: int, size: int) -> Range:

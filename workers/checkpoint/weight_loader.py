@@ -35,6 +35,7 @@ from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
 from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight, quantise
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
+from coatcheck.workers.checkpoint.held_weights import UNQUANTISED
 from coatcheck.workers.checkpoint.safetensors_headers import are_stored_alike
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
 
@@ -208,16 +209,13 @@ def _resolve_ties(model: PreTrainedModel, checkpoint: Checkpoint, targets: list[
 
 
 def _may_quantise(model: PreTrainedModel, name: str) -> bool:
-    """Whether --quantization quantises a linear. The head, routers and the decays of gated delta nets lose too much."""
+    """Whether --quantization quantises a linear. The head, routers and the decays of states lose too much."""
     get_lm_head: Any = model.get_output_embeddings
     modules = name.split(".")[:-1]  # the router of jetmoe is a module with one linear
-    return _owner(model, name) is not get_lm_head() and not _UNQUANTISED.intersection(modules)
+    return _owner(model, name) is not get_lm_head() and not UNQUANTISED.intersection(modules)
 
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# Routers, and of gated delta nets the decay of a state and the strength of its updates, on which every later token
-# depends.
-_UNQUANTISED = frozenset(("gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba"))
 
 
 def _match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, parameters: dict[str, Tensor]) -> list[_Target]:

@@ -94,6 +94,8 @@ def check_backend_model(
     if (name := backend_name(setting)) == "triton":
         return
     library = LIBRARIES[name]
+    if not layers:
+        raise _refusal(name, "has nothing to compute: no layer of the model has attention")
     if any(layer.is_latent for layer in layers):
         raise _refusal(name, "does not read latent caches (MLA) here")
     if has_sinks:

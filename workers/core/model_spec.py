@@ -7,6 +7,7 @@ from typing import Final
 
 from coatcheck.workers.core.lora_module import LoadedAdapter
 
+_NEVER: Final = 1 << 80  # 1 + any length / this is exactly 1
 _MATRIX_ITEMSIZE: Final = 4  # matrices of states are float32, whatever the model's dtype
 
 
@@ -174,6 +175,32 @@ class Mamba2Spec(StateSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class MambaSpec(StateSpec):
+    """One Mamba mixer (the first version: selective scan). `state_size`: elements of a channel's state. `dt_rank`: the
+    width from which dt is projected."""
+
+    channels: int
+    state_size: int
+    dt_rank: int
+    conv_size: int
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return self.conv_size - 1, self.channels
+
+    @property
+    def matrix(self) -> tuple[int, int, int]:
+        """(groups of up to 16 channels, state_size, channels of a group), as kernels/linear_attention/selective_scan.py
+        has it."""
+        lanes = math.gcd(self.channels, 16)
+        return self.channels // lanes, self.state_size, lanes
+
+    @property
+    def inner_size(self) -> int:
+        return self.channels
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model as one of `tp` ranks holds it.
 
@@ -211,8 +238,10 @@ class ModelSpec:
         """The context length in tokens at which attention takes as long as the linears.
 
         Per token, attention takes 4 * context * heads * head_dim FLOPs a layer (MLA: with absorbed projections), and
-        the linears take 2 FLOPs a weight.
+        the linears take 2 FLOPs a weight. Without attention: a length that no context has.
         """
+        if not self.layers:
+            return _NEVER
         return max(1, int(self.num_weights / (2 * sum(layer.num_heads * layer.head_dim for layer in self.layers))))
 
 

@@ -11,8 +11,12 @@ latent attention (MLA), K is the latent [1, block_size, kv_lora_rank], and V is 
 qk_rope_head_dim]. Each has its own scales, because the latent is normalised and the rotary key is not. With --mla-shard
 tokens a rank's block holds block_size / token_shards of the block's tokens. A layer that reads the keys and values of
 an earlier layer has that layer's offsets, and takes no bytes. `kv_memory.py` makes tensors from the offsets.
+
+A model without attention (Mamba) has no layers here. Its blocks hold nothing, and are the unit of prefixes and of
+snapshots of states alone. They have 64 bytes, so that pools and copies need no case of their own.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,6 +28,9 @@ from coatcheck.workers.core.model_spec import LayerSpec
 
 _ALIGNMENT = 64  # bytes, a cache line: of every block, every K and every V
 _SCALES_ALIGNMENT = 16  # bytes
+# The most blocks of a model without attention. Each takes a few hundred bytes of rank 0's own memory: with blocks of 16
+# tokens they hold 4 million tokens.
+_MAX_EMPTY_BLOCKS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +84,19 @@ class BlockLayout:
             LayerOffsets(spec, *offsets_of[index if spec.kv_source is None else spec.kv_source])
             for index, spec in enumerate(specs)
         )
-        return cls(block_size, kv_dtype, layers, _aligned(offsets[-1], _ALIGNMENT))
+        return cls(block_size, kv_dtype, layers, _aligned(max(offsets[-1], 1), _ALIGNMENT))
+
+    @property
+    def max_blocks(self) -> int:
+        """The most blocks of a pool, however much memory there is."""
+        return sys.maxsize if self.layers else _MAX_EMPTY_BLOCKS
 
     @property
     def scale_bytes_per_token(self) -> float:
         """The part of `bytes_per_token` that scales take; 0 without quantisation."""
-        scale_bytes = self.bytes_per_block - self.layers[0].k_scales
-        return scale_bytes / self.block_size if self.kv_dtype.is_quantised else 0.0
+        if not self.kv_dtype.is_quantised or not self.layers:
+            return 0.0
+        return (self.bytes_per_block - self.layers[0].k_scales) / self.block_size
 
     @property
     def bytes_per_token(self) -> float:

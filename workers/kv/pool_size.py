@@ -3,6 +3,8 @@
 Every rank computes its own numbers, and the group uses the smallest.
 """
 
+import sys
+
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.core.group_config import is_share
 
@@ -16,12 +18,13 @@ def choose_num_blocks(
     block_size: int,
     max_model_len: int | None,
     snapshot_bytes: int = 0,
+    max_blocks: int = sys.maxsize,
 ) -> int:
     """The number of blocks of this rank's KV pool.
 
     `kv_memory`: bytes for this rank, or a share of `free_bytes` that `sharing_ranks` ranks divide (see `is_share`).
     `max_model_len`: the operator's setting, or None. `snapshot_bytes`: the part of `kv_memory` that snapshots of states
-    take (see `choose_num_snapshots`).
+    take (see `choose_num_snapshots`). `max_blocks`: see BlockLayout.
     Raises InvalidConfig if the pools of the sharing ranks exceed `free_bytes`, or if the pool cannot hold one block or
     a sequence of `max_model_len` tokens.
     """
@@ -31,7 +34,7 @@ def choose_num_blocks(
             f"kv-memory asks for {pool_bytes:,} bytes for each of {sharing_ranks} ranks on this device, and "
             f"{free_bytes:,} are free; lower kv-memory"
         )
-    num_blocks = (pool_bytes - snapshot_bytes) // bytes_per_block
+    num_blocks = min((pool_bytes - snapshot_bytes) // bytes_per_block, max_blocks)
     if num_blocks < 1:
         raise InvalidConfig(
             f"kv-memory gives {pool_bytes:,} bytes a rank, and one block of {block_size} tokens takes "

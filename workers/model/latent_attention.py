@@ -26,7 +26,7 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coatcheck.kernels.attention.latent_attention import expanded_attention, latent_attention
 from coatcheck.kernels.attention.merge_shards import merge_parts_of_ranks, pack_parts
@@ -258,3 +258,10 @@ class LatentAttention:
 
 def _norm(module: Any, scale: float) -> RmsNorm:
     return RmsNorm(module.weight.detach() * scale, module.variance_epsilon)
+
+
+def latent_projections(causal: nn.Module, layers: list[AttentionLayer]) -> set[nn.Module]:
+    """The linears of latent attention except o_proj. LatentAttention splits and reorders their weights."""
+    modules = [causal.get_submodule(layer.module) for layer in layers if layer.is_latent]
+    children = [pair for module in modules for pair in module.named_children()]
+    return {child for name, child in children if isinstance(child, nn.Linear) and name != "o_proj"}

@@ -4,23 +4,25 @@ LinearAttention is called as MultiHeadAttention is. It has two linears: one for 
 each value head. The four linears of Qwen3.5 are merged into these two. Qwen3-Next has the same two, with their rows
 grouped by key head. The rows are reordered here.
 
-`adapt_state_layer` replaces the forward of transformers' short convolution (LFM2) or Mamba-2 mixer. The module's
+`adapt_state_layer` replaces the forward of transformers' short convolution (LFM2), Mamba-2 or Mamba mixer. The module's
 projections stay. Between them our kernels compute all tokens of a step, each sequence with the state in its slot.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.linear_attention.gated_delta_net import GatedDeltaNet
 from coatcheck.kernels.linear_attention.mamba2 import GatedNorm, Mamba2
+from coatcheck.kernels.linear_attention.selective_scan import SelectiveScan
 from coatcheck.kernels.linear_attention.short_conv import Convolution, ShortConv
 from coatcheck.workers.attention.attention import current_step
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
-from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateSpec
 from coatcheck.workers.distributed.tensor_slice import Range
 from coatcheck.workers.model.packed_linears import pack_merged, pack_reordered
 
@@ -91,6 +93,9 @@ def _grouped_rows(groups: int, sizes: tuple[int, ...]) -> Iterator[Range]:
 def adapt_state_layer(module: Any, spec: StateSpec, cache_index: int, *, batch_invariant: bool) -> None:
     """Replace the forward of `module`, which has this rank's weights. `cache_index`: the index of its state in
     LayerCaches."""
+    if isinstance(spec, MambaSpec):
+        module.forward = _MambaForward(module, spec, cache_index)
+        return
     mixer: ShortConv | Mamba2
     if isinstance(spec, ShortConvSpec):
         mixer = ShortConv(_read_convolution(module.conv), batch_invariant=batch_invariant)
@@ -110,18 +115,54 @@ class _MixerForward:
         self._factors: Tensor | None = getattr(module, "mup_vector", None)
 
     def __call__(self, hidden_states: Tensor, *others: Any, **ignored: Any) -> Tensor:
-        step = current_step()
-        metadata, state = step.metadata, step.layer_caches[self._cache_index]
-        assert metadata.state_slots is not None, "the step of a hybrid model has slots"
-        assert isinstance(state, RecurrentState)
+        state, rows = _current_state(self._cache_index)
         if self._input_factor is not None:
             hidden_states = hidden_states * self._input_factor
         wide: Tensor = self._module.in_proj(hidden_states)
         if self._factors is not None:
             wide = wide * self._factors
-        rows = StateRows(metadata.state_slots, metadata.seq_lens, metadata.cu_seqlens_q, metadata.max_query_len)
         out: Tensor = self._module.out_proj(self._mixer(wide[0], state, rows)[None])
         return out
+
+
+class _MambaForward:
+    """[1, T, hidden] -> [1, T, hidden]. `cache_index`: the index of the state in LayerCaches.
+
+    `dt_proj` loses its bias, which the scan adds in float32: a bfloat16 near -5 is rounded by up to 2%.
+    """
+
+    def __init__(self, module: Any, spec: MambaSpec, cache_index: int) -> None:
+        self._module, self._cache_index = module, cache_index
+        self._sizes = spec.dt_rank, spec.state_size, spec.state_size
+        self._scan = SelectiveScan(
+            conv=_read_convolution(module.conv1d),
+            a_log=module.A_log.detach(),
+            dt_bias=module.dt_proj.bias.detach(),
+            skip=module.D.detach(),
+        )
+        module.dt_proj.bias = None
+
+    def __call__(self, hidden_states: Tensor, *others: Any, **ignored: Any) -> Tensor:
+        module, (state, rows) = self._module, _current_state(self._cache_index)
+        wide: Tensor = module.in_proj(hidden_states)[0]
+        x, gate = wide.chunk(2, dim=1)
+        x = self._scan.convolve(x, state, rows)
+        dt, b, c = module.x_proj(x).split(self._sizes, dim=1)
+        if hasattr(module, "dt_layernorm"):  # jamba, falcon_mamba
+            dt, b, c = module.dt_layernorm(dt), module.b_layernorm(b), module.c_layernorm(c)
+        dt = module.dt_proj(dt.contiguous())
+        out = self._scan.scan(x, dt, torch.cat((b, c), dim=1), gate, state, rows)
+        projected: Tensor = module.out_proj(out[None])
+        return projected
+
+
+def _current_state(cache_index: int) -> tuple[RecurrentState, StateRows]:
+    """A layer's states, and the slots of the step that runs. `cache_index`: the index of the state in LayerCaches."""
+    step = current_step()
+    metadata, state = step.metadata, step.layer_caches[cache_index]
+    assert metadata.state_slots is not None, "the step of a hybrid model has slots"
+    assert isinstance(state, RecurrentState)
+    return state, StateRows(metadata.state_slots, metadata.seq_lens, metadata.cu_seqlens_q, metadata.max_query_len)
 
 
 def _read_mamba2(module: Any, spec: Mamba2Spec, *, batch_invariant: bool) -> Mamba2:

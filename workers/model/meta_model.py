@@ -31,6 +31,7 @@ from coatcheck.workers.checkpoint.text_tower import text_fields, text_model_type
 from coatcheck.workers.core.model_spec import DeltaNetSpec
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.model.fusion import LATENT_TYPES, is_fusable
+from coatcheck.workers.model.latent_attention import latent_projections
 from coatcheck.workers.model.lm_head import probe_head
 from coatcheck.workers.model.model_rules import (
     check_convolutions,
@@ -135,7 +136,7 @@ def prepare_model(
                 f"the code of {config.model_type} reads the weight of {name} directly, of which each rank would hold "
                 "only a part; serve it with tp 1"
             )
-    unpackable_linears |= _latent_projections(causal, layers)
+    unpackable_linears |= latent_projections(causal, layers)
     return PreparedModel(causal, layers, states, unpackable_linears, plan, model_dtype, length)
 
 
@@ -186,9 +187,11 @@ def read_config(directory: Path) -> Any:
 
 def choose_length(config: Any, requested: int | None) -> int:
     """The result of choose_max_model_len. A model without max_position_embeddings is probed first: if it keeps a state
-    that is not served, the probe raises that as the reason."""
+    that is not served, the probe raises that as the reason, and without attention nothing limits the length."""
     if not getattr(config, "max_position_embeddings", None):
-        probe_attention(build_meta_model(config, torch.float32, torch.device("cpu"), _PROBED_LENGTH), _PROBED_LENGTH)
+        model = build_meta_model(config, torch.float32, torch.device("cpu"), _PROBED_LENGTH)
+        if not probe_attention(model, _PROBED_LENGTH):
+            return requested or 32768
     return choose_max_model_len(config, requested)
 
 
@@ -343,13 +346,6 @@ def _check_mixers(causal: Any, layers: list[AttentionLayer], states: list[StateL
             f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: latent attention is served for "
             f"{', '.join(LATENT_TYPES)} with silu; set model_type and hidden_act, if the checkpoint is one of them"
         )
-
-
-def _latent_projections(causal: nn.Module, layers: list[AttentionLayer]) -> set[nn.Module]:
-    """The linears of latent attention except o_proj. LatentAttention splits and reorders their weights."""
-    modules = [causal.get_submodule(layer.module) for layer in layers if layer.is_latent]
-    children = [pair for module in modules for pair in module.named_children()]
-    return {child for name, child in children if isinstance(child, nn.Linear) and name != "o_proj"}
 
 
 def check_deterministic(

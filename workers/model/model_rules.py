@@ -10,7 +10,7 @@ from typing import Any, Final
 from coatcheck.kernels.linear_attention.head_sizes import MAX_STATE, MAX_STATE_SIZE, fits_gpu, takes_state_size
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
-from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, Mamba2Spec, ShortConvSpec, StateSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateSpec
 
 # By model type: config.json fields of DeepSeek's own code that transformers does not read, and the values for which
 # transformers computes the same as DeepSeek's code.
@@ -160,6 +160,11 @@ def check_deterministic_states(layers: Sequence[StateSpec]) -> None:
                 "deterministic on CPU needs a hidden_size that is a multiple of 16 for short convolutions (here: "
                 f"{layer.channels}); leave --deterministic out"
             )
+        if isinstance(layer, MambaSpec) and (layer.channels % 16 or layer.state_size > 256):
+            raise InvalidConfig(
+                "deterministic on CPU needs Mamba mixers whose channels are a multiple of 16, with a state of at most "
+                f"256 (here: {layer.channels}, {layer.state_size}); leave --deterministic out"
+            )
         sizes = (layer.state_size, layer.conv_channels, layer.norm_size) if isinstance(layer, Mamba2Spec) else ()
         if any(size % 16 for size in sizes):
             raise InvalidConfig(
@@ -170,7 +175,12 @@ def check_deterministic_states(layers: Sequence[StateSpec]) -> None:
 
 def check_convolutions(model_type: str, layers: Sequence[StateSpec]) -> None:
     """Raise InvalidModel for a layer whose convolution reads more tokens than the kernels compute."""
-    fields = {DeltaNetSpec: "linear_conv_kernel_dim", ShortConvSpec: "conv_L_cache", Mamba2Spec: "mamba_d_conv"}
+    fields = {
+        DeltaNetSpec: "linear_conv_kernel_dim",
+        ShortConvSpec: "conv_L_cache",
+        Mamba2Spec: "mamba_d_conv",
+        MambaSpec: "mamba_d_conv",
+    }
     for layer in layers:
         size, field = layer.window[0] + 1, fields[type(layer)]
         if size > _MAX_TAPS:
@@ -184,7 +194,7 @@ def check_mixer_activation(model_type: str, activation: str) -> None:
     """Raise InvalidModel unless the activation after a mixer's convolution is silu."""
     if activation not in ("silu", "swish"):
         raise InvalidModel(
-            f"{model_type} with {activation} behind its convolutions cannot be served: Mamba-2 is served with silu; "
+            f"{model_type} with {activation} behind its convolutions cannot be served: Mamba is served with silu; "
             "correct hidden_act or mamba_hidden_act, if config.json is wrong"
         )
 
@@ -207,6 +217,10 @@ def check_state_device(device: str, layers: Sequence[StateSpec]) -> None:
                 "gated delta nets on a GPU need a linear_key_head_dim and a linear_value_head_dim that are powers of "
                 f"two from 16 on, at most {MAX_STATE} as a product (here: {layer.key_dim}, {layer.value_dim}); set "
                 "--device cpu"
+            )
+        if isinstance(layer, MambaSpec):
+            raise InvalidConfig(
+                "Mamba mixers of the first version (selective scan) have no GPU kernel; set --device cpu"
             )
         if isinstance(layer, Mamba2Spec) and not takes_state_size(layer.state_size):
             raise InvalidConfig(

@@ -1,6 +1,7 @@
 """Adapters for modules of transformers that cannot be served as they are.
 
 - The attention of older models does not call transformers' attention interface.
+- The head of Mamba models reads the dtype of its weight, of which a rank may hold a part, or its codes.
 - torch's norms on a GPU sum a row in an order that depends on the number of rows, so --deterministic replaces them.
 - Some modules copy from the host or wait for the device in each forward pass, so that no CUDA graph can capture them.
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coatcheck.kernels.gpu_properties import uses_triton
@@ -182,10 +184,29 @@ def _above_cutoff(multiplier: float, gates: Tensor) -> Tensor:
     return functional.relu(gates - cutoff)
 
 
+def _adapt_mamba(module: Any, config: Any) -> None:
+    """The last norm's output gets the model's dtype, also with residual_in_fp32, and the head is only called."""
+    module.backbone.norm_f.register_forward_hook(lambda norm, args, out: out.to(norm.weight.dtype))
+    module.forward = partial(_call_head, module)
+
+
+def _call_head(module: Any, **arguments: Any) -> CausalLMOutput:
+    """A causal model's forward: its base model, then its linear."""
+    hidden: Tensor = module.backbone(**arguments)[0]
+    return CausalLMOutput(logits=module.lm_head(hidden))
+
+
+def _drop_unread_weight(module: Any, config: Any) -> None:
+    """A norm of falcon_mamba holds ones, which no code reads and no checkpoint has."""
+    module._buffers["weight"] = None
+
+
 # By the class of transformers' module.
 _ADAPTERS: Final[dict[str, Callable[[Any, Any], None]]] = {
+    **dict.fromkeys(("FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"), _adapt_mamba),
     "CodeGenAttention": _adapt_gptj,
     "FalconAttention": _adapt_falcon,
+    "FalconMambaWeightlessRMSNorm": _drop_unread_weight,
     "GPTJAttention": _adapt_gptj,
     "GPTNeoSelfAttention": _adapt_gpt_neo,
     "Gemma3nTextMLP": _adapt_gemma3n_mlp,

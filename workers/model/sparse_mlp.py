@@ -307,28 +307,17 @@ def _top_k(block: Any) -> int:
 
 _BLOCKS = frozenset(
     {
-        "AXK1MoE",
-        "DeepseekV2Moe",
-        "DeepseekV3MoE",
-        "Dots1MoE",
-        "Glm4MoeLiteMoE",
-        "Glm4MoeMoE",
-        "GptOssMLP",
-        "LongcatFlashMoE",
-        "MiMoV2FlashMoE",
-        "MixtralSparseMoeBlock",
-        "OlmoeSparseMoeBlock",
-        "Qwen2MoeSparseMoeBlock",
-        "Qwen3MoeSparseMoeBlock",
-        "Qwen3NextSparseMoeBlock",
-        "Qwen3_5MoeSparseMoeBlock",
+        "AXK1MoE", "DeepseekV2Moe", "DeepseekV3MoE", "Dots1MoE", "Glm4MoeLiteMoE", "Glm4MoeMoE", "GptOssMLP",
+        "JambaSparseMoeBlock", "LongcatFlashMoE", "MiMoV2FlashMoE", "MixtralSparseMoeBlock", "OlmoeSparseMoeBlock",
+        "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock", "Qwen3NextSparseMoeBlock", "Qwen3_5MoeSparseMoeBlock",
     }
-)
+)  # fmt: skip
 _SHARED = ("shared_expert", "shared_experts")
 
 
 def _softmax(router: Any) -> Routing:
-    return Routing(router.num_experts, router.top_k, renormalise=getattr(router, "norm_topk_prob", True))
+    renormalise = getattr(router, "norm_topk_prob", type(router).__name__ != "JambaTopKRouter")
+    return Routing(router.num_experts, router.top_k, renormalise=renormalise)
 
 
 def _softmax_of_chosen(router: Any) -> Routing:
@@ -371,6 +360,7 @@ def _longcat(router: Any) -> Routing:
 _ROUTERS: dict[str, tuple[Callable[[Any], Routing], bool]] = {
     **dict.fromkeys(
         (
+            "JambaTopKRouter",
             "MixtralTopKRouter",
             "OlmoeTopKRouter",
             "Qwen2MoeTopKRouter",

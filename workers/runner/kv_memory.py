@@ -91,7 +91,7 @@ def make_latent_caches(layout: BlockLayout, pool: Tensor) -> list[LatentCache]:
 
 def make_caches(layout: BlockLayout, pool: Tensor) -> list[KVCache] | list[LatentCache]:
     """Those of `make_latent_caches` if the layers are latent, else those of `make_layer_caches`."""
-    is_latent = layout.layers[0].spec.is_latent
+    is_latent = any(layer.spec.is_latent for layer in layout.layers)
     return make_latent_caches(layout, pool) if is_latent else make_layer_caches(layout, pool)
 
 

@@ -166,6 +166,7 @@ def choose_block_counts(
         block_size=config.block_size,
         max_model_len=config.max_model_len,
         snapshot_bytes=num_snapshots * state_bytes,
+        max_blocks=layout.max_blocks,
     )
     sharing = ranks_on_host if is_share(config.host_kv_memory) else own_ranks
     # On a CPU the pools of this host's ranks come out of the same memory as the host tier.

@@ -32,7 +32,7 @@ Plans = dict[LayerKind, AttentionPlan]
 class TritonBackend:
     """`layers`, `caches`: of each layer. `element_size`: bytes of an element of the queries.
 
-    Plans are made for every kind of layers. On a CPU without Triton there are none.
+    Plans are made for every kind of layers. On a CPU without Triton, and without layers, there are none.
     """
 
     captures_chunks = True
@@ -46,7 +46,7 @@ class TritonBackend:
         *,
         batch_invariant: bool,
     ) -> None:
-        self._device = caches[0].device
+        self._device = caches[0].device if caches else torch.device("cpu")
         self._kinds: dict[LayerKind, Tiles] = {}
         self._sharded: dict[LayerKind, LayerSpec] = {}  # kinds with token shards: a layer of each
         self._gathering: dict[LayerKind, Tiles] = {}  # of those, the tiles of a rank's own heads

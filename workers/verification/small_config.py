@@ -104,8 +104,8 @@ class _Shrinker:
     def __init__(self, config: Any) -> None:
         self.old_layers: int = config.num_hidden_layers
         self.layers = _count_layers(config)
-        self.old_heads: int = config.num_attention_heads
         self.old_hidden: int = config.hidden_size
+        self.old_heads: int = getattr(config, "num_attention_heads", None) or max(1, self.old_hidden // 64)  # Mamba
         self.values: dict[str, Any] = deepcopy(config.to_dict())
         self.old_kv_heads: int = next(
             (self.values[name] for name in _KV_HEADS if self.values.get(name)), self.old_heads
@@ -126,6 +126,9 @@ class _Shrinker:
             inner, head_dim = values["mamba_expand"] * self.hidden, _HEAD_DIM // 2
             groups = math.gcd(values.get("mamba_n_groups") or 1, inner // head_dim)
             values |= dict(mamba_n_heads=inner // head_dim, mamba_d_head=head_dim, mamba_n_groups=groups)
+        if values["model_type"] == "mamba2":  # the same
+            heads = values["expand"] * self.hidden // _HEAD_DIM
+            values |= dict(num_heads=heads, head_dim=_HEAD_DIM, n_groups=math.gcd(values["n_groups"], heads))
         return values
 
     def _fields(self, values: dict[str, Any]) -> dict[str, Any]:

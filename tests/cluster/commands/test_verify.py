@@ -24,10 +24,10 @@ def test_a_model_without_weights_is_verified(tmp_path: Path) -> None:
 
 def test_a_model_that_is_not_served_exits_with_2(tmp_path: Path) -> None:
     """The reason is that of a rank, and names no temporary folder of the command."""
-    write_config(tmp_path, _GPT_OSS | dict(model_type="mamba"))
+    write_config(tmp_path, _GPT_OSS | dict(model_type="recurrent_gemma"))
     done = run_here("verify", str(tmp_path))
     assert (done.code, done.out) == (2, "")
-    assert "backbone.layers.0.mixer.conv1d (a convolution over 4 tokens)" in done.err
+    assert "model.layers.0.temporal_block.conv_1d (a convolution over 4 tokens)" in done.err
     assert "/tmp" not in done.err.replace(str(tmp_path), "")
 
 

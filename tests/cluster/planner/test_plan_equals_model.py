@@ -113,7 +113,16 @@ def test_a_state_that_gpus_do_not_compute_is_noted(tmp_path: Path) -> None:
     assert any("power of two from 16 to 256 (here: 24); set --device cpu" in note for note in notes)
 
 
-@pytest.mark.parametrize("arch", ["qwen3-next", "qwen3.5", "qwen3.5-moe", *ONE_RANK])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        "jamba",
+        "qwen3-next",
+        "qwen3.5",
+        "qwen3.5-moe",
+        *sorted(ONE_RANK.keys() - {"mamba2"}),
+    ],
+)
 def test_a_hybrid_model_has_the_states_and_weights_that_are_planned(arch: str, tmp_path: Path) -> None:
     """Layers with attention, states and their bytes are those of the loaded model, and weights are within 2%."""
     path = tiny_checkpoint(arch, tmp_path)
@@ -134,7 +143,7 @@ def test_a_hybrid_model_has_the_states_and_weights_that_are_planned(arch: str, t
     assert total == pytest.approx(alone.num_blocks * alone.cache.rank.bytes_per_block, rel=1e-4)
     assert sizing.num_snapshots * spec.state_bytes == pytest.approx(total / 4, rel=1e-3)
     assert "--max-num-seqs 7" in " ".join(sizing.notes)
-    assert "--device cpu" not in " ".join(sizing.notes)
+    assert ("--device cpu" in " ".join(sizing.notes)) == (arch == "jamba")
     small = PlanSettings(model=str(path), context=64, gpu_memory=sizing.weight_bytes + 100 * spec.state_bytes)
     most = Sizing.of(small.model_copy(update={"concurrency": (fits := Sizing.of(small).sequences)}))
     assert most.num_blocks >= fits * most.cache.count_blocks(64) and 2 <= fits < 100
@@ -143,6 +152,23 @@ def test_a_hybrid_model_has_the_states_and_weights_that_are_planned(arch: str, t
     assert counted == pytest.approx(spec.num_weights, rel=0.02)
     with pytest.raises(InvalidConfig, match="the states of 1,000,000 sequences take .* lower concurrency"):
         Sizing.of(PlanSettings(model=str(path), concurrency=1_000_000, gpu_memory=2**30))
+
+
+@pytest.mark.parametrize("arch", ["falcon-mamba", "mamba", "mamba2"])
+def test_a_model_without_attention_has_the_states_and_weights_that_are_planned(arch: str, tmp_path: Path) -> None:
+    """Its blocks hold nothing and are limited in number; states and weights are those of the loaded model."""
+    path = tiny_checkpoint(arch, tmp_path)
+    spec = load_model(path, communicator=Communicator(), dtype="float32", device="cpu").spec
+    config = ModelConfig.open(str(path))
+    shape = ModelShape.of(config)
+    assert shape.states == spec.state_layers and shape.layers == spec.layers == ()
+    sizing = Sizing.of(PlanSettings(model=str(path), concurrency=7))
+    assert sizing.rank_state_bytes == spec.state_bytes
+    assert sizing.num_blocks == 1 << 18 and sizing.num_snapshots > 0
+    assert "the blocks of the pool hold nothing" in " ".join(sizing.notes)
+    assert Sizing.of(PlanSettings(model=str(path), context=1000)).sequences > 0
+    counted = WeightCount.of(config, shape.expanded, TpShard(0, 1), states=shape.states).total
+    assert counted == pytest.approx(spec.num_weights, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma3n", "gemma4"])

@@ -339,10 +339,10 @@ def test_unknown_dtype_is_refused(copied: Path) -> None:
     [
         (dict(model_type="no_such_model"), "no_such_model"),
         (dict(quantization_config=dict(quant_method="hqq")), "quantised with 'hqq', which is not served"),
-        (dict(model_type="mamba"), "cannot be served"),
+        (dict(model_type="recurrent_gemma"), "cannot be served"),
         (dict(model_type="t5", is_encoder_decoder=True), "encoder-decoder"),
     ],
-    ids=["unknown", "quantised", "mamba", "t5"],
+    ids=["unknown", "quantised", "recurrent", "t5"],
 )
 def test_architecture_that_we_cannot_serve_is_refused(changes: dict[str, object], message: str, copied: Path) -> None:
     """An architecture is refused before its weights are read, with the reason."""

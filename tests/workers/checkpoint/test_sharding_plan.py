@@ -122,7 +122,7 @@ def test_an_intersection_is_counted_from_its_start() -> None:
     assert whole.sliced_shape((3, 16)) == (3, 8)
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "bert", "mpt", "bloom", "recurrent_gemma"])
+@pytest.mark.parametrize("model_type", ["bert", "mpt", "bloom", "recurrent_gemma"])
 def test_attention_that_does_not_come_to_us_is_refused(model_type: str) -> None:
     """A model with state outside of the attention interface, or attention that is not causal, is refused."""
     config = CONFIG_MAPPING[model_type](num_hidden_layers=2, vocab_size=99, pad_token_id=0)  # type: ignore[call-arg]

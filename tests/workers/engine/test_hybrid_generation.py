@@ -13,7 +13,7 @@ from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import KvDtype
-from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 from coatcheck.workers.core.request import EngineRequest, Pooling
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tp_shard import TpShard
@@ -41,7 +41,7 @@ DRAWN = SamplingParams(max_tokens=40, seed=7, ignore_eos=True, temperature=0.9, 
 Make = Callable[..., Engine]
 
 
-@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5", "qwen3.5-moe"])
+@pytest.fixture(scope="module", params=["jamba", "mamba", "qwen3-next", "qwen3.5", "qwen3.5-moe"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(request.param, tmp_path_factory.mktemp("hybrid"))
 
@@ -277,11 +277,8 @@ def test_int8_weights_are_served(checkpoint: Path, make: Make, alone: list[int])
 def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
     """Each refusal says what to change: heads on a GPU, a host tier, too many sequences, a tp that does not divide the
     heads."""
-    config, layer = (
-        GroupConfig(name="g", model="m", served_model_name="m", host_kv_memory=0.5),
-        model.spec.state_layers[0],
-    )
-    assert isinstance(layer, DeltaNetSpec)
+    config = GroupConfig(name="g", model="m", served_model_name="m", host_kv_memory=0.5)
+    layer = DeltaNetSpec(0, key_heads=4, value_heads=8, key_dim=16, value_dim=32, conv_size=4)
     check_state_device("cuda", [layer])
     check_state_device("cpu", [replace(layer, key_dim=24)])
     with pytest.raises(InvalidConfig, match="powers of two from 16 on, .* .here: 24, 32.; set --device cpu"):
@@ -292,7 +289,6 @@ def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
     assert subtract_states(config, 2 * wanted + 5, wanted, 2) == 5
     with pytest.raises(InvalidConfig, match="states of 256 sequences take .* on each of 2 ranks.*; lower max-num-seqs"):
         subtract_states(config, 2 * wanted, wanted, 2)
-    assert isinstance(layer, DeltaNetSpec)
     with pytest.raises(
         InvalidConfig, match="tp 3 does not divide the key heads of linear attention .4.; use a divisor"
     ):
@@ -319,6 +315,16 @@ def test_settings_that_do_not_fit_other_kinds_of_state() -> None:
         check_convolutions("lfm2", [replace(conv, conv_size=9)])
     with pytest.raises(InvalidModel, match="bamba with gelu behind its convolutions cannot be served"):
         check_mixer_activation("bamba", "gelu")
+    scan = MambaSpec(0, channels=64, state_size=16, dt_rank=4, conv_size=4)
+    assert TpShard(1, 2).shard_state(scan).matrix == (2, 16, 16)
+    with pytest.raises(InvalidConfig, match="tp 3 does not divide the channels of the Mamba mixers .64."):
+        TpShard(0, 3).shard_state(scan)
+    check_state_device("cpu", [scan])
+    with pytest.raises(InvalidConfig, match="selective scan. have no GPU kernel; set --device cpu"):
+        check_state_device("cuda", [scan])
+    check_deterministic_states([scan])
+    with pytest.raises(InvalidConfig, match="Mamba mixers whose channels are a multiple of 16.* .here: 72, 16."):
+        check_deterministic_states([replace(scan, channels=72)])
     check_state_device("cuda", [mamba, replace(mamba, state_size=256, head_dim=80), conv, replace(conv, channels=24)])
     for size in (8, 24, 512):
         check_state_device("cpu", [replace(mamba, state_size=size)])

@@ -30,6 +30,14 @@ def test_bytes_are_per_rank_and_shares_are_shared(kv_memory: float, free: int, s
     assert found == blocks
 
 
+def test_blocks_that_hold_nothing_are_limited() -> None:
+    """A model without attention has blocks of 64 bytes, of which memory would hold more than rank 0 can count."""
+    layout = BlockLayout.of((), 16, KvDtype.BFLOAT16)
+    sizes = dict(sharing_ranks=1, bytes_per_block=layout.bytes_per_block, block_size=16, max_blocks=layout.max_blocks)
+    assert choose_num_blocks(1e10, free_bytes=10**11, max_model_len=10**6, **sizes) == 1 << 18  # type: ignore[arg-type]
+    assert choose_num_blocks(6400.0, free_bytes=10**11, max_model_len=None, **sizes) == 100  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("kv_memory", "max_model_len", "message"),
     [

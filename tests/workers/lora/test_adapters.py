@@ -194,10 +194,10 @@ def test_hosts_with_different_files_of_an_adapter(base: Path, tmp_path: Path) ->
         assert "lora-modules few: rank 0 and rank 1 have different files in" in error
 
 
-@pytest.mark.parametrize("arch", ["phi3", "gemma2", "olmo2", "lfm2", "nemotron-h"])
+@pytest.mark.parametrize("arch", ["phi3", "gemma2", "olmo2", "lfm2", "nemotron-h", "jamba"])
 def test_other_architectures(arch: str, tmp_path: Path) -> None:
-    """Merged projections, norms behind sublayers, layers of transformers' own code, short convolutions and Mamba-2 have
-    adapters too."""
+    """Merged projections, norms behind sublayers, layers of transformers' own code, short convolutions, Mamba-2 and
+    Mamba have adapters too."""
     path = tiny_checkpoint(arch, tmp_path)
     modules = adapters_of(path, tmp_path / "adapters")
     model = load_model(path, communicator=Communicator(), device="cpu", lora_modules=modules)

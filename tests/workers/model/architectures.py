@@ -88,9 +88,7 @@ SERVED: dict[str, dict[str, Any]] = {
 REFUSED = {
     "bloom": "outside of transformers' attention interface",
     "diffllama": "calls attention more than once",
-    "jamba": "layers.0.mamba.conv1d .a convolution over 4 tokens. computes a token's result from other tokens",
     "llama4_text": "its attention mask is neither causal nor a sliding window .*; set --max-model-len to at most 16",
-    "mamba": "a convolution over 4 tokens",
     "recurrent_gemma": "temporal_block.conv_1d .a convolution over 4 tokens. computes a token's result from other",
     "zaya": "qkv_proj.conv_qk_depthwise .a convolution over 2 tokens. computes a token's result from other tokens",
 }

@@ -23,8 +23,11 @@ LONGROPE_LENGTHS = (50, 34, 40)
 
 # The pairwise sample: every architecture alone, each kind of split at 2 or at 4 ranks (with 2 KV heads).
 _SAMPLE = {
-    2: ("llama", "gemma2", "qwen3", "mixtral", "deepseek-v2-groups", "deepseek-v3-halves", "longcat-flash"),
-    4: ("qwen2", "phi3", "olmo2", "deepseek-v2", "deepseek-v3", "axk1", "mimo-v2-flash"),
+    2: (
+        *("llama", "gemma2", "qwen3", "mixtral", "deepseek-v2-groups", "deepseek-v3-halves", "longcat-flash"),
+        *("jamba", "mamba"),
+    ),
+    4: ("qwen2", "phi3", "olmo2", "deepseek-v2", "deepseek-v3", "axk1", "falcon-mamba", "mimo-v2-flash"),
 }
 CASES = [
     pytest.param(arch, tp, marks=() if tp == 1 or arch in _SAMPLE[tp] else pytest.mark.full, id=f"{arch}-tp{tp}")

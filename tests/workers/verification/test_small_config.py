@@ -107,6 +107,7 @@ def test_lists_for_each_layer_are_cut() -> None:
     ("model_type", "fields", "layers"),
     [
         ("bamba", dict(attn_layer_indices=[9, 18, 27]), 10),
+        ("jamba", {}, 8),
         ("granitemoehybrid", dict(layer_types=(["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4), 8),
         ("nemotron_h", dict(hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-"), 15),
     ],
@@ -121,5 +122,12 @@ def test_a_copy_has_a_layer_of_every_kind(model_type: str, fields: dict[str, Any
 
 def test_a_config_that_has_no_small_copy_is_refused() -> None:
     """A config without the usual fields is refused with its model type."""
-    with pytest.raises(InvalidModel, match="mamba: no small copy of its config can be made"):
-        shrink_config(config_of("mamba"))
+    with pytest.raises(InvalidModel, match="clip: no small copy of its config can be made"):
+        shrink_config(config_of("clip"))
+
+
+@pytest.mark.parametrize("model_type", ["falcon_mamba", "mamba", "mamba2"])
+def test_a_model_without_attention_has_a_small_copy(model_type: str) -> None:
+    """Its heads, if it has any, fit the mixer's width."""
+    small = shrink_config(config_of(model_type))
+    assert (small.num_hidden_layers, small.hidden_size, small.conv_kernel) == (8, 64, 4)

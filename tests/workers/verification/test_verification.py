@@ -150,7 +150,7 @@ def test_a_model_that_transformers_does_not_compute_is_refused(tmp_path: Path, m
 def test_a_model_that_is_not_served_is_refused_with_its_own_reason(tmp_path: Path) -> None:
     """A model that no rank would serve is refused with the reason that a rank gives."""
     with pytest.raises(InvalidModel, match="a convolution over 4 tokens"):
-        verify_model(write(tmp_path / "model", "mamba"))
+        verify_model(write(tmp_path / "model", "recurrent_gemma"))
 
 
 def test_a_model_is_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
