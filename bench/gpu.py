@@ -2,7 +2,7 @@
 
     python bench/gpu.py --out DIR --only correct,decode,prefill,behind
     python bench/gpu.py --out DIR --resume --only rows,sampling,engine,steps
-    python bench/gpu.py --out DIR --resume --only linears,w8a8,experts,latents,delta,mamba
+    python bench/gpu.py --out DIR --resume --only linears,w8a8,adapters,experts,latents,delta,mamba
     python bench/gpu.py --out DIR --resume --only tiers,all_reduce,ranks,deterministic,flex
 
 Each of these calls takes less than nine minutes. Every part has its own process and time limit (LIMITS in

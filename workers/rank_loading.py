@@ -294,6 +294,7 @@ def _run_largest_steps(config: GroupConfig, runner: ModelRunner) -> None:
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens,
         max_model_len=runner.max_model_len,
+        adapter=min(1, len(runner.model.spec.adapters)),
     ):
         runner.launch(plan).wait()
 

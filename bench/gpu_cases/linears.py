@@ -1,4 +1,5 @@
-"""Quantised linears for bench/gpu.py, on the shapes of an 8B llama: error, time over the roof, and cuBLAS beside.
+"""Quantised linears, and what LoRA adapters add to linears, for bench/gpu.py, on the shapes of an 8B llama: error, time
+over the roof, and cuBLAS beside.
 
 Every form has several weights, which the calls take in turn, so that each call reads its weight from memory as a layer
 of a model does. A weight's bytes are those that the GPU holds, scales included.
@@ -9,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,12 +20,17 @@ from coatcheck.bench.gpu_cases.table import Measurement, or_failure
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.quantised_rows import QuantisedRows, quantise_rows
 from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
+from coatcheck.kernels.lora.lora_linear import LoraLinear, LoraPart, lora_reference
+from coatcheck.kernels.lora.lora_step import LoraRows, LoraStep
+from coatcheck.kernels.lora.lora_tiles import pack_tiles, view_tiles
+from coatcheck.kernels.lora.shrink_expand import StackedLora
 
 _BF16 = torch.bfloat16
 _MOST_WEIGHTS = 24
 _TOLERANCE = 0.02
 _SHAPES = ((4096, 6144), (4096, 28672), (14336, 4096))  # of QKV, gate_up and down: depth, features
 _ROWS = (1, 16, 64, 256, 2048)
+_ADAPTERS = 8
 
 
 class WeightForm(NamedTuple):
@@ -101,6 +108,56 @@ def w8a8(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measure
         for form in W8A8 if index == 0 else W8A8[:1]:
             what = f"{depth} -> {features}, {form.name}"
             yield from or_failure("w8a8", what, _measure("w8a8", form, (features, depth), rows, beside, device, roofs))
+
+
+def adapters(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
+    """What adapters add to a linear: rows have one of 8 in turn, all have the same one, or none has one."""
+    for depth, features in ((256, 384),) if quick else _SHAPES:
+        for rank in (16, 64):
+            what = f"{depth} -> {features}, rank {rank}"
+            rows = (1, 20) if quick else _ROWS
+            yield from or_failure("adapters", what, _adapted((depth, features), rank, rows, device, roofs))
+
+
+def _adapted(
+    shape: tuple[int, int], rank: int, row_counts: tuple[int, ...], device: torch.device, roofs: Roofs
+) -> Iterator[Measurement]:
+    torch.manual_seed(0)
+    (depth, features), on_gpu, step = shape, device.type == "cuda", LoraStep()
+
+    def random(rows: int, columns: int, size: int) -> Tensor:
+        return torch.randn(rows, columns, device=device).div(size**0.5).to(_BF16)
+
+    linear, dtype = PackedLinear(_plain(features, depth, device)), _BF16 if on_gpu else torch.float32
+    parts = [
+        [LoraPart(random(rank, depth, depth).to(dtype), random(rank, features, rank).to(dtype))]
+        for _ in range(_ADAPTERS)
+    ]
+    lora = (
+        StackedLora(step, parts, (features, depth), _BF16, device)
+        if on_gpu
+        else LoraLinear(step, parts, (features, depth), _BF16)
+    )
+    for count in row_counts:
+        x = random(count, depth, 1)
+        alone = seconds(partial(linear, x), device)
+        for number in (_ADAPTERS, 1, 0):
+            chosen = [1 + row % number if number else 0 for row in range(count)]
+            tiles = torch.from_numpy(pack_tiles(np.array(chosen, np.int32), _ADAPTERS)).to(device)
+            y, want = (torch.zeros((count, features), dtype=_BF16, device=device) for _ in range(2))
+            with step.use_tiles(view_tiles(tiles, count)) if on_gpu else step.use(chosen):
+                lora.add_to(y, x)
+                few = slice(0, 64)  # the reference computes row by row
+                lora_reference(parts, x[few], want[few], LoraRows.select(chosen[few]))
+                error = float((y[few].float() - want[few].float()).abs().max() / want[few].abs().max().clamp(min=1))
+                took = seconds(partial(lora.add_to, y, x), device)
+            size = x.element_size() * rank * (depth + features)
+            moved = min(count, number) * size + (x.nbytes + 2 * y.nbytes if number else 0)
+            floor = roofs.floor(moved, 2 * count * rank * (depth + features) if number else 0)
+            yield Measurement(
+                "adapters", f"{count} of {depth} -> {features}, rank {rank}, {number} adapters", took * 1e3,
+                floor / took, error, "the linear alone", alone * 1e3, f"error <= {_TOLERANCE:g}", error <= _TOLERANCE,
+            )  # fmt: skip
 
 
 def _measure(

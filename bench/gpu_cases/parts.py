@@ -50,6 +50,7 @@ PARTS: dict[str, Part] = {
     "steps": gpu_steps.steps,
     "linears": gpu_linears.linears,
     "w8a8": gpu_linears.w8a8,
+    "adapters": gpu_linears.adapters,
     "experts": gpu_experts.experts,
     "latents": gpu_latents.latents,
     "delta": gpu_recurrent.delta,
@@ -65,7 +66,7 @@ PARTS: dict[str, Part] = {
 LIMITS = {
     "correct": 150, "decode": 120, "prefill": 120, "behind": 100,
     "rows": 80, "sampling": 80, "engine": 200, "steps": 150,
-    "linears": 90, "w8a8": 70, "experts": 90, "latents": 70, "delta": 70, "mamba": 90,
+    "linears": 90, "w8a8": 70, "adapters": 60, "experts": 90, "latents": 70, "delta": 70, "mamba": 90,
     "tiers": 80, "all_reduce": 60, "ranks": 150, "deterministic": 120, "flex": 120, "tune": 480,
 }  # fmt: skip
 # Run only if --only names them: they have no targets.

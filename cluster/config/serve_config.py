@@ -72,7 +72,7 @@ class ServeConfig(Settings):
     )
     lora_modules: Annotated[str | None, BeforeValidator(parse_lora_modules)] = setting(
         "Model",
-        "LoRA adapters in PEFT's format, on CPUs, such as sql=/a/sql chat=/a/chat. Clients name one as the model.",
+        "LoRA adapters in PEFT's format, such as sql=/a/sql chat=/a/chat. Clients name one as the model.",
         None,
         metavar="NAME=PATH...",
     )

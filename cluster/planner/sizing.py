@@ -93,7 +93,7 @@ class Sizing:
             expert_parallel=settings.expert_parallel,
         )
         rank_states = state_bytes(tuple(shard.shard_state(state) for state in shape.states), dtype)
-        adapter_bytes = _adapter_bytes(settings, shape)
+        adapter_bytes = _adapter_bytes(settings, shape, dtype)
         weight_bytes, plain_note = settings.weights or _stored_bytes(settings, config, dtype), ""
         if weight_bytes is None:
             weight_bytes = float(whole.total * WEIGHT_BYTES[dtype])
@@ -331,12 +331,11 @@ def _counted_as_plain(settings: PlanSettings, config: ModelConfig, dtype: str) -
     return f"quantised weights are counted as {dtype} without MODEL's files: give their bytes with --weights"
 
 
-def _adapter_bytes(settings: PlanSettings, shape: ModelShape) -> int:
-    """Bytes of the LoRA adapters on one rank."""
-    if settings.adapters and settings.device == "cuda":
-        raise InvalidConfig("lora-modules: adapters are served only on CPUs; use --device cpu")
+def _adapter_bytes(settings: PlanSettings, shape: ModelShape, dtype: str) -> int:
+    """Bytes of the LoRA adapters on one rank: CPUs hold them as float32, GPUs in the model's dtype."""
     kv_ranks = min((settings.tp, *(layer.num_kv_heads for layer in shape.layers[:1])))
-    return sum(Adapter.open(module).rank_bytes(settings.tp, kv_ranks) for module in settings.adapters)
+    size = int(WEIGHT_BYTES["float32" if settings.device == "cpu" else dtype])
+    return sum(Adapter.open(module).rank_bytes(settings.tp, kv_ranks, size) for module in settings.adapters)
 
 
 def _refusals(config: ModelConfig) -> list[str]:

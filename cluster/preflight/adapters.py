@@ -27,15 +27,12 @@ def check_adapters(config: ServeConfig, devices: Path = Path("/dev")) -> None:
             raise InvalidConfig(f"lora-modules {name}={path} has the name of the model; give the adapter another name")
     if not config.adapters or config.ray_address is not None:
         return
-    if config.device == "cuda" or (config.device == "auto" and has_gpu_file(devices)):
-        raise InvalidConfig(
-            "lora-modules: adapters are served only on CPUs; use --device cpu, or merge the adapter into its base model"
-        )
     directory = Path(config.model_source)
     values = read_json_object(directory / "config.json") or {}
     dtype = _named_dtype(values) if config.dtype == "auto" else config.dtype
-    if dtype == "float16":
-        raise InvalidConfig("lora-modules need bfloat16 or float32, not float16; set --dtype")
+    on_gpu = config.device == "cuda" or (config.device == "auto" and has_gpu_file(devices))
+    if dtype == "float16" and not on_gpu:
+        raise InvalidConfig("lora-modules on CPU need bfloat16 or float32, not float16; set --dtype")
     adapters = [
         Adapter.open(module, text_tensor_name if is_multimodal(values) else lambda name: name)
         for module in config.adapters

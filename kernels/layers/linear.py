@@ -41,6 +41,7 @@ from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, qu
 from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 from coatcheck.kernels.layers.w8a8_linear import FormatChoice, choose_format, multiply_rows
 from coatcheck.kernels.lora.lora_linear import LoraLinear
+from coatcheck.kernels.lora.shrink_expand import StackedLora
 
 # Rows of each call of a library on a CPU with `batch_invariant`: enough to keep matrix units busy, and so few that a
 # decode step is still bound by reading the weight.
@@ -83,7 +84,7 @@ class PackedLinear(nn.Module):
         self.parts: tuple[Tensor, ...] = ()
         self.codes: Codes | None = None
         self.packed = b""
-        self.lora: LoraLinear | None = None
+        self.lora: LoraLinear | StackedLora | None = None
         if isinstance(weight, Tensor):
             self.parts = (_pack(weight, self.form),)
         elif self.form == "triton":
@@ -102,7 +103,7 @@ class PackedLinear(nn.Module):
         """y. `x`: QuantisedRows if an earlier kernel has quantised x to `row_format`. Raises LaunchRefused."""
         y = self._multiply(x)
         if self.lora is not None:
-            assert isinstance(x, Tensor), "adapters are served on CPUs, which quantise no activations"
+            assert isinstance(x, Tensor), "adapters read x itself; see `input_format`"
             self.lora.add_to(y, x)
         return y
 
@@ -146,6 +147,12 @@ class PackedLinear(nn.Module):
         return None if self.activations is None else self.activations.format
 
     @property
+    def input_format(self) -> RowFormat | None:
+        """The format in which an earlier kernel may give x; None: x itself. Adapters read x itself, so that a linear
+        that has some quantises x for its own product, to the same codes."""
+        return None if self.lora is not None else self.row_format
+
+    @property
     def has_adapted_rows(self) -> bool:
         """Whether some adapter changes this linear and some row of the current step has an adapter, not necessarily the
         same."""
@@ -154,9 +161,12 @@ class PackedLinear(nn.Module):
     @property
     def variant(self) -> object:
         """Equal for linears that share their kernels."""
+        lora = self.lora.variant if isinstance(self.lora, StackedLora) else None
         if self.codes is not None:
-            return self.codes.variant, self.bias is None
-        return (self.weight_shape, self.bias is None) if self._has_fixed_order else None
+            return self.codes.variant, self.bias is None, lora
+        if self._has_fixed_order:
+            return self.weight_shape, self.bias is None, lora
+        return lora
 
     def compile_kernels(self) -> None:
         """Launch every variant of Triton's kernels once, so that none compiles later. Other forms have no kernels to
@@ -166,6 +176,8 @@ class PackedLinear(nn.Module):
             lengths = invariant_linear.warm_up_rows(self.parts[0])
         for rows in lengths:
             self(torch.zeros((rows, self.weight_shape[1]), dtype=self.dtype, device=self.device))
+        if isinstance(self.lora, StackedLora):
+            self.lora.compile_kernels()
 
     def _product(self, x: Tensor) -> Tensor:
         if self.form == "plain":

@@ -1,4 +1,6 @@
-"""y += (x @ A^T) @ B for the rows that have a LoRA adapter: what adapters add to one linear.
+"""y += (x @ A^T) @ B for the rows that have a LoRA adapter: what adapters add to one linear on a CPU.
+
+shrink_expand.py computes it on GPUs.
 
 Shapes: x [rows, depth], y [rows, columns], both of the linear's dtype; rows may be strided. Each adapter has parts: A
 float32 [rank, depth], and B float32 [rank, features], already multiplied by the adapter's scaling. A part adds to the
@@ -24,7 +26,8 @@ from coatcheck.kernels.lora.lora_step import LoraRows, LoraStep
 
 @dataclass(frozen=True, slots=True)
 class LoraPart:
-    """`a`: float32 [rank, depth]. `b`: float32 [rank, features], for the columns of y from `column` on."""
+    """`a`: [rank, depth]. `b`: [rank, features], for the columns of y from `column` on. LoraLinear takes float32, and
+    StackedLora the linear's dtype."""
 
     a: Tensor
     b: Tensor
@@ -32,7 +35,7 @@ class LoraPart:
 
 
 class LoraLinear:
-    """The parts of every adapter for one linear.
+    """The parts of every adapter for one linear, on a CPU.
 
     `adapters`: the parts of each adapter, indexed by LoraRows.adapter_indices; an adapter may have none.
     `weight_shape`: [out_features, in_features] of the linear. `dtype`: of x and y. Raises LaunchRefused.
@@ -115,4 +118,4 @@ def lora_reference(adapters: Sequence[Sequence[LoraPart]], x: Tensor, y: Tensor,
     for row, adapter in zip(rows.rows.tolist(), rows.adapter_indices.tolist(), strict=True):
         for part in adapters[adapter]:
             columns = y[row, part.column : part.column + part.b.shape[1]]
-            columns.copy_(columns.float() + (x[row].float() @ part.a.T) @ part.b)
+            columns.copy_(columns.float() + (x[row].float() @ part.a.float().T) @ part.b.float())

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coatcheck.kernels.lora.lora_tiles import LoraTiles
+
 
 @dataclass(frozen=True, slots=True)
 class LoraRows:
@@ -29,15 +31,21 @@ class LoraRows:
 
 
 class LoraStep:
-    """The adapters of the current step's rows. Between steps, and in a step without adapters, it has no rows."""
+    """The adapters of the current step's rows. Between steps, and in a step without adapters, it has no rows.
+
+    `num_stacked`: how many adapters the model's linears hold stacked on a GPU (StackedLora). Such linears read the
+    rows as LoraTiles, others as LoraRows.
+    """
 
     def __init__(self) -> None:
+        self.num_stacked = 0
         self._by_count: dict[int, LoraRows] = {}
+        self._tiles: dict[int, LoraTiles] = {}
 
     @property
     def is_active(self) -> bool:
-        """Whether a row of the step has an adapter."""
-        return bool(self._by_count)
+        """Whether a row of the step has an adapter. In a CUDA graph, whether a row may have one."""
+        return bool(self._by_count or self._tiles)
 
     @contextmanager
     def use(self, tokens: Sequence[int], sampled: Sequence[int] | None = None) -> Iterator[None]:
@@ -57,6 +65,20 @@ class LoraStep:
         finally:
             self._by_count = {}
 
+    @contextmanager
+    def use_tiles(self, *tiles: LoraTiles) -> Iterator[None]:
+        """As `use`, for stacked adapters: of the tokens, and of those whose rows the last layer keeps, if it does not
+        keep all."""
+        self._tiles = {len(one.order): one for one in tiles}
+        try:
+            yield
+        finally:
+            self._tiles = {}
+
     def rows_of(self, count: int) -> LoraRows | None:
         """The rows with adapters in a call of a linear with `count` rows. None if no row of the step has an adapter."""
         return self._by_count[count] if self._by_count else None
+
+    def tiles_of(self, count: int) -> LoraTiles:
+        """The tiles in a call of a linear with `count` rows. Only while `use_tiles` is open."""
+        return self._tiles[count]

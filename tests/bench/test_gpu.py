@@ -50,7 +50,7 @@ def test_the_whole_script_runs_from_a_bare_checkout(tmp_path: Path) -> None:
     """Without Ray, gRPC, protobuf or an installation, every part that one process runs ends with rows, none FAILED."""
     parts = (
         "correct", "decode", "prefill", "behind", "rows", "sampling", "engine", "steps", "tiers", "all_reduce",
-        "deterministic", "linears", "w8a8", "experts", "latents", "delta", "mamba",
+        "deterministic", "linears", "w8a8", "adapters", "experts", "latents", "delta", "mamba",
     )  # fmt: skip
     done = run("--device", "cpu", "--quick", "--out", str(tmp_path), "--only", ",".join(parts))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,7 +1,8 @@
 """serve_tiny(): what the engine answers over a tiny checkpoint, on a GPU or on the CPU.
 
 The pool is so small that requests are preempted and blocks go to the host tier. Prompts share prefixes and are
-computed in chunks beside decodes. On a GPU steps are replayed from CUDA graphs.
+computed in chunks beside decodes. Requests have the model's adapters in turn, and none. On a GPU steps are replayed
+from CUDA graphs.
 """
 
 import random
@@ -135,8 +136,10 @@ def _run(engine: Engine, asked: list[list[int]], sampling: SamplingParams) -> tu
     """(answers, log-probabilities of the tokens of all prompts)"""
     answers: list[Answer] = [([], []) for _ in asked]
     scores: list[list[float]] = [[] for _ in asked]
+    adapters = ("", *(adapter.name for adapter in engine.spec.adapters))
     for index, prompt in enumerate(asked):
-        engine.submit_request(EngineRequest(str(index), tuple(prompt), sampling))
+        adapter = adapters[index % len(adapters)]
+        engine.submit_request(EngineRequest(str(index), tuple(prompt), sampling, adapter=adapter))
     while engine.has_work:
         for output in engine.step().outputs:
             tokens, logprobs = answers[int(output.request_id)]

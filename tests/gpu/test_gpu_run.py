@@ -32,7 +32,7 @@ for line in sys.stdin:
 
 def test_the_program_serves_one_model_of_each_part(tmp_path: Path) -> None:
     """Equal engines agree, what only GPUs do is skipped, and the JSON object has every case."""
-    cases = "families: qwen3.5 auto,quantised: load int8 llama,architectures: gptj,adapters,kernels: long"
+    cases = "families: qwen3.5 auto,quantised: load int8 llama,architectures: gptj,adapters: llama,kernels: long"
     command = [sys.executable, str(RUN), "--device", "cpu", "--jobs", "1", "--out", str(tmp_path), "--json"]
     done = subprocess.run(
         [*command, "--only", cases], capture_output=True, text=True, timeout=MAX_PROGRAM_SECONDS, cwd="/"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor
 from coatcheck.kernels.kv.recurrent_state import RecurrentState
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
+from coatcheck.workers.core.lora_module import LoraModule
 from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.runner_protocol import CopyStatus
 from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
@@ -64,11 +65,16 @@ def make(
     *,
     deterministic: bool = False,
     communicator: Communicator | None = None,
+    lora_modules: Sequence[LoraModule] = (),
+    num_blocks: int = _BLOCKS,
 ) -> ModelRunner:
     ranks = communicator or Communicator()
-    model = load_model(path, communicator=ranks, dtype="float32", device=device, deterministic=deterministic)
+    model = load_model(
+        path, communicator=ranks, dtype="float32", device=device, deterministic=deterministic,
+        lora_modules=lora_modules,
+    )  # fmt: skip
     layout = BlockLayout.of(model.spec.layers, _SIZE, choose_kv_dtype(kv_dtype, model.spec.dtype))
-    pool = allocate_kv_pool(layout, _BLOCKS, device)
+    pool = allocate_kv_pool(layout, num_blocks, device)
     host = allocate_host_pool(_HOST_BLOCKS, layout.bytes_per_block, device)
     copier: BlockCopier = (
         CpuBlockCopier(pool, host, ranks) if device.type == "cpu" else CudaBlockCopier(pool, host, ranks, LateThread())

@@ -22,7 +22,6 @@ _PICKLED: Final = "adapter_model.bin"  # what older versions of PEFT wrote
 _TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _READ_BYTES: Final = 1 << 22
 _ROW_PARALLEL: Final = ("o_proj", "out_proj", "down_proj", "dense", "fc2", "fc_out", "c_proj", "dense_4h_to_h")
-_FLOAT_BYTES: Final = 4  # A and B are held as float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +106,9 @@ class Adapter:
                 digest.update(piece)
         return digest.hexdigest()
 
-    def rank_bytes(self, tp: int, kv_ranks: int) -> int:
-        """Bytes of A and B, as float32, on each of `tp` ranks. `kv_ranks`: the number of parts into which the KV heads
-        are divided; less than `tp` if several ranks hold the same head."""
+    def rank_bytes(self, tp: int, kv_ranks: int, element_size: int) -> int:
+        """Bytes of A and B on each of `tp` ranks, with `element_size` bytes for each number. `kv_ranks`: the number of
+        parts into which the KV heads are divided; less than `tp` if several ranks hold the same head."""
         total = 0
         for name, module in self.modules.items():
             leaf, out, width = name.rpartition(".")[2], module.out_features, module.in_features
@@ -117,7 +116,7 @@ class Adapter:
                 width //= tp
             else:
                 out //= kv_ranks if leaf in ("k_proj", "v_proj") else tp
-            total += _FLOAT_BYTES * module.rank * (out + width)
+            total += element_size * module.rank * (out + width)
         return total
 
 

@@ -1,7 +1,8 @@
 """attach_adapters(): gives the linears of a rank's model the slices of every adapter.
 
 A and B are sharded as their linear is. For a column-parallel linear a rank holds all of A and its rows of B. For a
-row-parallel linear it holds its columns of A and all of B, and its (x A^T) B^T is one term of the sum over ranks.
+row-parallel linear it holds its columns of A and all of B, and its (x A^T) B^T is one term of the sum over ranks. On a
+CPU A and B are float32; on a GPU they have the dtype of their linear.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.lora.lora_linear import LoraLinear, LoraPart
 from coatcheck.kernels.lora.lora_step import LoraStep
+from coatcheck.kernels.lora.shrink_expand import StackedLora
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
 from coatcheck.workers.lora.adapter import Adapter
@@ -49,20 +52,29 @@ def attach_adapters(
                 a = _read(file, module.a_name, sliced if sliced is not None and sliced.dim == 1 else None)
                 b = _read(file, module.b_name, sliced if sliced is not None and sliced.dim == 0 else None)
                 assert len(b) == target.features, f"{name}: {len(b)} rows of B for {target.features} features"
-                b = (b * module.scaling).T.contiguous()
+                dtype = target.linear.dtype if _is_stacked(target.linear) else torch.float32
+                a, b = a.to(dtype), (b * module.scaling).T.contiguous().to(dtype)
                 if not (a.isfinite().all() and b.isfinite().all()):
                     raise InvalidModel(
-                        f"lora-modules {adapter.name}: A or B of {name} has NaN or infinity, or lora_alpha makes B "
-                        "infinite; export the adapter again"
+                        f"lora-modules {adapter.name}: A or B of {name} has NaN or infinity, or lora_alpha or "
+                        f"{dtype} makes them infinite; export the adapter again"
                     )
                 parts = parts_of.setdefault(target.linear, [[] for _ in adapters])
                 parts[index].append(LoraPart(a, b, target.column))
     num_bytes = 0
-    while parts_of:  # LoraLinear copies A. To hold few copies at once, each linear's own are freed after it
+    while parts_of:  # A linear copies its parts. To hold few copies at once, each linear's own are freed after it
         linear, by_adapter = parts_of.popitem()
-        linear.lora = LoraLinear(step, by_adapter, linear.weight_shape, linear.dtype)
+        if _is_stacked(linear):
+            step.num_stacked = len(adapters)
+            linear.lora = StackedLora(step, by_adapter, linear.weight_shape, linear.dtype, linear.device)
+        else:
+            linear.lora = LoraLinear(step, by_adapter, linear.weight_shape, linear.dtype)
         num_bytes += linear.lora.num_bytes
     return num_bytes
+
+
+def _is_stacked(linear: PackedLinear) -> bool:
+    return linear.device.type in TRITON_DEVICES
 
 
 def _read(file: Any, name: str, sliced: TensorSlice | None) -> Tensor:

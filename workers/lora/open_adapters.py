@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from coatcheck.kernels import native
+from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.core.lora_module import LoadedAdapter, LoraModule
 from coatcheck.workers.distributed.communicator import Communicator
@@ -27,15 +28,10 @@ def open_adapters(
     """
     if not modules:
         return []
-    if device.type != "cpu":
+    if device.type not in TRITON_DEVICES and (dtype not in native.TYPES or native.library() is None):
         raise InvalidConfig(
-            "lora-modules: adapters are served only on CPUs, because CUDA graphs do not compute them; use --device "
-            "cpu, or merge the adapter into its base model"
-        )
-    if dtype not in native.TYPES or native.library() is None:
-        raise InvalidConfig(
-            f"lora-modules need bfloat16 or float32 and the native kernels (here: {dtype}, {native.native_status()}); "
-            "set --dtype, or install with a C compiler"
+            "lora-modules on CPU need bfloat16 or float32 and the native kernels (here: "
+            f"{dtype}, {native.native_status()}); set --dtype, or install with a C compiler"
         )
     adapters = [Adapter.open(module, text_name) for module in modules]
     for adapter in adapters:

@@ -23,7 +23,6 @@ from coatcheck.kernels.layers.decoder_layers import (
 )
 from coatcheck.kernels.layers.experts import PackedExperts
 from coatcheck.kernels.layers.linear import PackedLinear
-from coatcheck.kernels.layers.quantised_rows import RowFormat
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul_for_linear
 from coatcheck.workers.attention.attention import AttentionLayer
@@ -89,9 +88,10 @@ class DecoderLayer:
             )
         else:
             self.mlp = SparseMlp(layer.mlp, norm, batch_invariant=batch_invariant)
-        self._row_format: RowFormat | None = None  # in which the linear after the first norm reads its input
+        self._first_linear: PackedLinear | None = None  # reads the first norm's output; None: several do
         self._attention_targets: dict[str, LoraTarget] = {}
-        # (x in `_row_format`, rotary tables, metadata, cache, logits indices) -> every head's output [T, heads * dim].
+        # (the first norm's output, rotary tables, metadata, cache, logits indices) -> every head's output
+        # [T, heads * dim].
         self.attend: Callable[[Any, RotaryTables, AttentionMetadata, Any, LogitsIndices | None], Tensor]
         self.attention_sublayer: AttentionSublayer | None = None
         if isinstance(spec, StateLayer):
@@ -105,7 +105,7 @@ class DecoderLayer:
             self.attend = heads = MultiHeadAttention(attention, spec, family, batch_invariant=batch_invariant)
             self.attention_sublayer = heads.native_sublayer(self.first_norm, self.output)
             self._attention_linears = heads.linears()
-            self._row_format = heads.qkv.row_format
+            self._first_linear = heads.qkv
             if heads.lora_targets:
                 output = LoraTarget(self.output, 0, self.output.weight_shape[0])
                 self._attention_targets = {**heads.lora_targets, "o_proj": output}
@@ -148,7 +148,8 @@ class DecoderLayer:
             x = x if deferred_sum is None else deferred_sum(x)
             x, residual = self.attention_sublayer(x, residual, rotary.native, cache)
         else:
-            normed, residual = norm_for_linear(self.first_norm, x, residual, deferred_sum, self._row_format)
+            format = None if self._first_linear is None else self._first_linear.input_format
+            normed, residual = norm_for_linear(self.first_norm, x, residual, deferred_sum, format)
             x = self.output(self.attend(normed, rotary, metadata, cache, logits_indices))
         deferred_sum = self.reduce
         if logits_indices is not None:
@@ -213,9 +214,9 @@ class DenseMlp:
                 self._shortcut_to_start.start(x)
                 gate_up = self.gate_up(x)
             else:
-                normed, residual = norm_for_linear(self.norm, x, residual, deferred_sum, self.gate_up.row_format)
+                normed, residual = norm_for_linear(self.norm, x, residual, deferred_sum, self.gate_up.input_format)
                 gate_up = self.gate_up(normed)
-            x = self.down(silu_mul_for_linear(gate_up, self.activation, self.down.row_format))
+            x = self.down(silu_mul_for_linear(gate_up, self.activation, self.down.input_format))
             if self._shortcut_to_add is not None:
                 x = self._shortcut_to_add.add_to(x)
         return (x if self.reduce is None else self.reduce(x)), residual

@@ -3,8 +3,10 @@
 A graph replays the kernels that were launched during its capture, on the same addresses. A step is three replays: the
 forward pass of one of a few shapes (graph_shapes.py), and the logits and the sampler of one of a few numbers of rows,
 the sampler in one of its forms (sampling_form.py). What differs between steps is data at fixed addresses: the tokens'
-slots and positions, the sequences, the plans of attention, and the rows that sample, which one copy writes. A graph
-computes all other inputs on the device, from these, the runner's batch state and the sampler's parameters.
+slots and positions, the sequences, the plans of attention, the tiles of LoRA adapters, and the rows that sample, which
+one copy writes. A graph computes all other inputs on the device, from these, the runner's batch state and the sampler's
+parameters. If the model has adapters, every graph launches the kernels that add them. In a step without adapters all
+tiles are empty, and these kernels end at once.
 
 Between the replays of logits and sampler, a step launches what changes the logits by lists of the host: grammar masks,
 biases, forbidden and forced tokens. Log-probabilities are launched beside the sampler.
@@ -30,6 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coatcheck.kernels.lora import lora_tiles
 from coatcheck.workers.attention.attention import LayerCaches
 from coatcheck.workers.attention.attention_backend import AttentionBackend, StepShape
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, AttentionPlans
@@ -68,12 +71,14 @@ class _StepInputs(NamedTuple):
     seq_lens: Tensor  # [T]
     cu_seqlens: Tensor  # [T + 1]
     plans: AttentionPlans
+    lora: tuple[lora_tiles.LoraTiles, ...]  # none if the model has no adapters
 
 
 class CudaGraphs:
     """One rank's graphs.
 
-    `token_ids`, `block_tables`: the runner's batch state. `sampler`: of the same slots. `backend`: of attention.
+    `token_ids`, `block_tables`: the runner's batch state. `adapters`: the LoRA adapter of each slot, which the runner
+    changes; 0 for none. `sampler`: of the same slots. `backend`: of attention.
     `communicator`: between the ranks that capture the same graphs. `sizes`: empty for no graphs.
     """
 
@@ -83,6 +88,7 @@ class CudaGraphs:
         layer_caches: LayerCaches,
         token_ids: Tensor,
         block_tables: Tensor,
+        adapters: Sequence[int],
         sampler: Sampler,
         backend: AttentionBackend,
         communicator: Communicator,
@@ -94,6 +100,7 @@ class CudaGraphs:
         self._layer_caches = layer_caches
         self._token_ids = token_ids
         self._block_tables = block_tables
+        self._adapters = adapters
         self._sampler = sampler
         self._block_size = block_size
         self._backend = backend
@@ -244,15 +251,22 @@ class CudaGraphs:
         return next(size for size in self.row_sizes if size >= num_rows)
 
     def _num_ints(self, shape: StepShape) -> int:
-        return 3 * self._max_rows + 5 * shape.num_tokens + 1 + self._backend.num_ints(shape)
+        return 3 * self._max_rows + 5 * shape.num_tokens + 1 + self._backend.num_ints(shape) + self._lora_ints(shape)
+
+    def _lora_ints(self, shape: StepShape) -> int:
+        count = self._model.lora_step.num_stacked
+        return lora_tiles.num_ints(shape.num_tokens, count) if count else 0
 
     def _view_inputs(self, shape: StepShape) -> _StepInputs:
         tokens = shape.num_tokens
         rest = self._inputs[3 * self._max_rows : self._num_ints(shape)]
-        slots, positions, sequence_slots, seq_lens, cu_seqlens, plans = rest.split(
-            (tokens, tokens, tokens, tokens, tokens + 1, self._backend.num_ints(shape))
+        slots, positions, sequence_slots, seq_lens, cu_seqlens, plans, lora = rest.split(
+            (tokens, tokens, tokens, tokens, tokens + 1, self._backend.num_ints(shape), self._lora_ints(shape))
         )
-        return _StepInputs(slots, positions, sequence_slots, seq_lens, cu_seqlens, self._backend.view(shape, plans))
+        tiles = (lora_tiles.view_tiles(lora, tokens),) if self._model.lora_step.num_stacked else ()
+        return _StepInputs(
+            slots, positions, sequence_slots, seq_lens, cu_seqlens, self._backend.view(shape, plans), tiles
+        )  # fmt: skip
 
     def _write_inputs(self, rows: Sequence[ScheduledSequence], shape: StepShape) -> None:
         upload_into(self._inputs, self._pack_inputs(rows, shape))
@@ -282,7 +296,16 @@ class CudaGraphs:
             np.zeros(1, np.int32),
             _padded(cu_seqlens, tokens, tokens),
             self._backend.pack(shape, q_lens, seq_lens),
+            *self._pack_lora(slots, counts, shape),
         ))  # fmt: skip
+
+    def _pack_lora(
+        self, slots: NDArray[np.int32], counts: NDArray[np.int32], shape: StepShape
+    ) -> list[NDArray[np.int32]]:
+        if not (count := self._model.lora_step.num_stacked):
+            return []
+        adapters = np.array([self._adapters[slot] for slot in slots.tolist()], np.int32)
+        return [lora_tiles.pack_tiles(_padded(np.repeat(adapters, counts), shape.num_tokens, 0), count)]
 
     def _forward(self, shape: StepShape) -> None:
         inputs = self._views[shape]
@@ -299,7 +322,8 @@ class CudaGraphs:
             state_slots=inputs.sequence_slots.long(),
             max_query_len=min(shape.num_tokens, sys.maxsize if shape.has_wide else self._backend.short_queries[0]),
         )
-        hidden = self._model.forward(self._token_ids[slots, at].long(), at, metadata, self._layer_caches)
+        with self._model.lora_step.use_tiles(*inputs.lora):
+            hidden = self._model.forward(self._token_ids[slots, at].long(), at, metadata, self._layer_caches)
         if self._hidden is None:  # the first call is not captured
             self._hidden = torch.zeros_like(hidden)
         self._hidden[: shape.num_tokens].copy_(hidden)

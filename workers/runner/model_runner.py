@@ -19,12 +19,14 @@ from functools import partial
 from itertools import accumulate
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.linear_attention.chunks import MIN_CHUNKED
+from coatcheck.kernels.lora.lora_tiles import pack_tiles, view_tiles
 from coatcheck.kernels.sampling.token_mask import apply_token_mask
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_backend import AttentionBackend
@@ -108,8 +110,8 @@ class ModelRunner:
         self._copier = copier
         self._backend = self._make_backend(attention_backend)
         self.graphs = CudaGraphs(
-            model, self._layer_caches, self._token_ids, self._block_tables, self._sampler, self._backend,
-            communicator or Communicator(), block_size=layout.block_size,
+            model, self._layer_caches, self._token_ids, self._block_tables, self._adapters, self._sampler,
+            self._backend, communicator or Communicator(), block_size=layout.block_size,
             sizes=graph_sizes if self._backend.captures_chunks else GraphSizes(graph_sizes.decodes),
         )  # fmt: skip
 
@@ -255,7 +257,13 @@ class ModelRunner:
         pairs = list(zip(rows, adapters, strict=True))
         tokens = [adapter for row, adapter in pairs for _ in range(row.num_tokens)]
         sampled = [adapter for row, adapter in pairs if row.needs_sample]
-        return self.model.lora_step.use(tokens, sampled if samples_only else None)
+        lora_step, given = self.model.lora_step, [tokens, sampled] if samples_only else [tokens]
+        if not lora_step.num_stacked:
+            return lora_step.use(*given)
+        packed = [pack_tiles(np.array(each, np.int32), lora_step.num_stacked) for each in given]
+        return lora_step.use_tiles(
+            *(view_tiles(self._int32(ints), len(each)) for ints, each in zip(packed, given, strict=True))
+        )
 
     def _sample(
         self,

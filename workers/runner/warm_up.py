@@ -68,19 +68,23 @@ def kernel_plans(
         yield StepPlan(cow_copies=[(0, 1)], scheduled=[ScheduledSequence(0, 0, 1, needs_sample=False)])
 
 
-def largest_plans(*, max_num_seqs: int, max_batch_tokens: int, max_model_len: int) -> Iterator[StepPlan]:
+def largest_plans(
+    *, max_num_seqs: int, max_batch_tokens: int, max_model_len: int, adapter: int = 0
+) -> Iterator[StepPlan]:  # fmt: skip
     """The steps that take the most memory.
 
     First as many rows as a step can have, which share `max_batch_tokens` and use all of the sampler; one of them ends
     at `max_model_len`. Then a prompt of `max_batch_tokens` whose tokens are all scored. Block tables stay as they are:
-    what the pool contains does not matter.
+    what the pool contains does not matter. `adapter`: a LoRA adapter, as in NewSequence, that all rows have.
     """
     num_rows = min(max_num_seqs, max_batch_tokens)
     length = min(max_batch_tokens // num_rows, max_model_len)
     lengths = [min(max_batch_tokens - (num_rows - 1) * length, max_model_len), *[length] * (num_rows - 1)]
     starts = [0] * (num_rows - 1) + [max_model_len - lengths[-1]]
     yield StepPlan(
-        new_sequences=[NewSequence(slot, 0, n, [0] * n, _COSTLIEST, ()) for slot, n in enumerate(lengths)],
+        new_sequences=[
+            NewSequence(slot, 0, n, [0] * n, _COSTLIEST, (), adapter=adapter) for slot, n in enumerate(lengths)
+        ],
         scheduled=[
             ScheduledSequence(slot, start, n, needs_sample=True)
             for slot, (start, n) in enumerate(zip(starts, lengths, strict=True))
@@ -88,7 +92,7 @@ def largest_plans(*, max_num_seqs: int, max_batch_tokens: int, max_model_len: in
     )
     prompt = min(max_batch_tokens, max_model_len)
     yield StepPlan(
-        new_sequences=[NewSequence(0, 0, prompt, [0] * prompt, _SCORED, ())],
+        new_sequences=[NewSequence(0, 0, prompt, [0] * prompt, _SCORED, (), adapter=adapter)],
         scheduled=[ScheduledSequence(0, 0, prompt, needs_sample=True)],
     )
 

@@ -80,7 +80,6 @@
 {{- /* lora_modules: a text NAME=PATH,NAME=PATH, or a list of NAME=PATH or {name, path}. */ -}}
 {{- define "coatcheck.checkAdapters" -}}
 {{- with .Values.settings.lora_modules }}
-  {{- if $.Values.worker.gpus }}{{ fail (printf "settings.lora_modules needs worker.gpus 0, and it is %d: adapters are served only on CPUs; merge the adapter into its base model" (int $.Values.worker.gpus)) }}{{ end }}
   {{- range kindIs "string" . | ternary (splitList "," (toString .)) . }}
     {{- $path := kindIs "string" . | ternary (regexReplaceAll "^[^=]*=" (toString .) "") (get (kindIs "map" . | ternary . dict) "path") | trim }}
     {{- if not (hasPrefix "/" $path) }}{{ fail (printf "settings.lora_modules has the path %s, which is not absolute; pods have no working directory with adapters" $path) }}{{ end }}

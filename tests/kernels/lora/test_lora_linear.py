@@ -43,7 +43,7 @@ def test_adapters_add_their_product(dtype: torch.dtype, cpu_class: str) -> None:
     with step.use(adapters):
         y = linear(x)
     expected = plain.clone()
-    assert linear.lora is not None
+    assert isinstance(linear.lora, LoraLinear)
     lora_reference(linear.lora.adapters, x, expected, LoraRows.select(adapters))
     for row, adapter in enumerate(adapters):
         if adapter in (0, 2):

@@ -93,10 +93,11 @@ soft-cap; short, medium and wide: tiles of attention; batch-invariant: of the de
 128 heads over latents of 512 and rotary keys of 64; of experts 128, with 8 for each of 8192 tokens (many) or 8 (few);
 of linears, over quantised weights or in a fixed order, 4096 features of 4096 columns and 8192 rows (many), 64 (some) or
 8 (few); of gated delta nets (delta) 16 key heads and 32 value heads of 128; of Mamba-2 (mamba) 64 heads of 64 in 8
-groups, states of 128; of short convolutions 3 tokens. Blocks: a scale for 128 columns. `make test` compiles the first
-{first} keys for sm_90, one of each kernel for gfx942, and for the others one of each kernel with matrix products or
-FP8; `make test-all` compiles all of them. On sm_90 no key may spill. A cell with - was not compiled when the table was
-written. none: the GPU does not run the kernel (W8A8 where it has no such products).
+groups, states of 128; of short convolutions 3 tokens; of LoRA adapters rank 16 in a QKV of 6144 features and 4096
+columns. Blocks: a scale for 128 columns. `make test` compiles the first {first} keys for sm_90, one of each kernel for
+gfx942, and for the others one of each kernel with matrix products or FP8; `make test-all` compiles all of them. On
+sm_90 no key may spill. A cell with - was not compiled when the table was written. none: the GPU does not run the kernel
+(W8A8 where it has no such products).
 Written by `python -m tests.kernels.triton.ahead_of_time`, with triton {version}.
 
 | key | {targets} |

@@ -12,6 +12,7 @@ import torch
 
 from tests.kernels.linear_attention.delta_net_checks import delta_nets
 from tests.kernels.linear_attention.state_space_checks import mamba2, short_convolutions
+from tests.kernels.lora.lora_checks import lora
 from tests.kernels.triton.attention_checks import attention, batch_invariant, long, matrix, quantised
 from tests.kernels.triton.expert_checks import products, quantised_experts, routes
 from tests.kernels.triton.latent_checks import latents
@@ -39,6 +40,7 @@ BFLOAT16: dict[str, Callable[[], None]] = {
     "products": partial(products, _BFLOAT16),
     "linears": partial(quantised_linears, _BFLOAT16),
     "fixed": partial(fixed_order, _BFLOAT16),
+    "LoRA": partial(lora, _BFLOAT16),
     "W8A8": partial(quantised_activations, _BFLOAT16),
     "W8A8 experts": partial(quantised_experts, _BFLOAT16),
     "latents": partial(latents, _BFLOAT16),
@@ -73,6 +75,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "W8A8 experts": quantised_experts,
     "linears": quantised_linears,
     "fixed": fixed_order,
+    "LoRA": lora,
     "packed": packed_in_fixed_order,
     "W8A8": quantised_activations,
     "latents": latents,

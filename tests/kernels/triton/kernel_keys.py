@@ -31,6 +31,7 @@ from tests.kernels.layers.expert_keys import grouped, quantised_experts, w8a8_ex
 from tests.kernels.layers.linear_keys import CODES, Key, Keys, dequantised, fixed_linear, linear, row_codes, w8a8
 from tests.kernels.linear_attention.delta_net_keys import DELTA_NET_KEYS, other_delta_net_keys
 from tests.kernels.linear_attention.state_space_keys import STATE_SPACE_KEYS, other_state_space_keys
+from tests.kernels.lora.lora_keys import LORA_KEYS, other_lora_keys
 
 
 class Pool(NamedTuple):
@@ -265,6 +266,7 @@ KEYS: dict[str, Keys] = {
     "latent_rotary": partial(latent_store, POOLS["bf16"]),
     **DELTA_NET_KEYS,
     **STATE_SPACE_KEYS,
+    **LORA_KEYS,
 }  # fmt: skip
 
 
@@ -359,6 +361,7 @@ def _others() -> Iterator[tuple[str, Keys]]:
         yield f"store_quantised, 128, {name}", partial(store_quantised, 128, POOLS[name])
     yield from other_delta_net_keys()
     yield from other_state_space_keys()
+    yield from other_lora_keys()
 
 
 OTHERS = dict(_others())

@@ -17,7 +17,7 @@ from tests.kernels.triton.ahead_of_time import GPUS, TARGETS, compiled, usage
 from tests.kernels.triton.kernel_keys import KEYS, OTHERS
 
 # Parts of the names of kernels with matrix products, for which each generation of GPUs has its own instructions.
-_PRODUCTS = ("_tiles", "_gate_up", "_down", "linear")
+_PRODUCTS = ("_tiles", "_gate_up", "_down", "linear", "_shrink", "_expand")
 
 
 def launched(keys: Mapping[str, Keys]) -> list[tuple[str, str]]:
@@ -86,10 +86,11 @@ def test_every_other_key_compiles_too(name: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_few_and_many_rows_take_the_same_matrix_instructions(target: str) -> None:
-    """A linear in a fixed order multiplies with the same instructions, whether units are computed side by side or not,
-    so that the order of additions within an instruction is the same."""
-    keys = [KEYS[f"fixed order, {rows}"](GPUS[target]) for rows in ("few", "many")]
+@pytest.mark.parametrize("kernel", ["fixed order", "LoRA shrink", "LoRA expand"])
+def test_few_and_many_rows_take_the_same_matrix_instructions(target: str, kernel: str) -> None:
+    """A linear in a fixed order, and an adapter, multiply with the same instructions, whether units are computed side
+    by side or not, so that the order of additions within an instruction is the same."""
+    keys = [KEYS[f"{kernel}, {rows}"](GPUS[target]) for rows in ("few", "many")]
     few, many = (set(re.findall(r"\w*mma[\w.:]*", compiled(key, target).asm["ptx"])) for key in keys if key is not None)
     assert few == many and any(".m16n8k16." in name or ".m64n128k16." in name for name in few), few
 

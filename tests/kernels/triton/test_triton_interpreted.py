@@ -22,7 +22,7 @@ from coatcheck.bench.setup.max_wait import MAX_PROGRAM_SECONDS
     [
         "attention matrix long order elements quantised stores rows empty sampling filters penalties probabilities "
         "'short convolutions'",
-        "sums routes products linears W8A8 'W8A8 experts' fixed packed latents 'delta nets' Mamba-2 ranks",
+        "sums routes products linears LoRA W8A8 'W8A8 experts' fixed packed latents 'delta nets' Mamba-2 ranks",
         "bfloat16",
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from coatcheck.kernels.lora.lora_linear import LoraLinear
 from coatcheck.proto.errors import InvalidModel, InvalidRequest
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import KvDtype, choose_kv_dtype
@@ -231,6 +232,6 @@ def test_memory_of_adapters_counts(model: Model, base: Path) -> None:
 
 
 def _adapter_tensors(model: Model) -> list[torch.Tensor]:
-    linears = [linear.lora for linear in model._body.linears() if linear.lora is not None]
+    linears = [linear.lora for linear in model._body.linears() if isinstance(linear.lora, LoraLinear)]
     parts = [part for linear in linears for parts in linear.adapters for part in parts]
     return [tensor for part in parts for tensor in (part.a, part.b)]

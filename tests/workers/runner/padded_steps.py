@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.attention.attention_backend import StepShape
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
+from coatcheck.workers.core.lora_module import LoraModule
 from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
@@ -65,14 +67,16 @@ def make_runner(
 
 
 def load(
-    path: Path, dtype: str = "float32", *, deterministic: bool = False, communicator: Communicator | None = None
-) -> Model:
+    path: Path, dtype: str = "float32", *, deterministic: bool = False, communicator: Communicator | None = None,
+    lora_modules: Sequence[LoraModule] = (),
+) -> Model:  # fmt: skip
     """Several ranks divide latents by token."""
     communicator = communicator or Communicator()
     mla_shard = "tokens" if communicator.size > 1 else "replicate"
     return load_model(
-        path, communicator=communicator, dtype=dtype, device="cpu", deterministic=deterministic, mla_shard=mla_shard
-    )
+        path, communicator=communicator, dtype=dtype, device="cpu", deterministic=deterministic, mla_shard=mla_shard,
+        lora_modules=lora_modules,
+    )  # fmt: skip
 
 
 def serve(runner: ModelRunner, *, short: bool = False) -> tuple[Said, list[StepShape | None]]:

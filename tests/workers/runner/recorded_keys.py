@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from coatcheck.kernels import gpu_properties
 from coatcheck.kernels.layers import linear
 from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.core.lora_module import LoraModule
 from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.runner.graph_shapes import GraphSizes, capture_sizes
@@ -54,8 +55,8 @@ class Recorder:
         return True
 
 
-def random_plans(seed: int) -> Iterator[StepPlan]:
-    """Random steps: chunks and decodes of any length, every sampling, copies, prompt logprobs."""
+def random_plans(seed: int, num_adapters: int) -> Iterator[StepPlan]:
+    """Random steps: chunks and decodes of any length, every sampling, copies, prompt logprobs, adapters and none."""
     rng = random.Random(seed)
     for _ in range(examples(20)):
         news, writes, rows = [], [], []
@@ -72,7 +73,9 @@ def random_plans(seed: int) -> Iterator[StepPlan]:
                 logit_bias=rng.choice(({}, {3: 1.0})), logprobs=rng.choice((None, 0, 2)),
                 prompt_logprobs=rng.choice((None, None, None, 1)),
             )  # fmt: skip
-            news.append(NewSequence(slot, 0, rng.randint(1, length), [5] * length, sampling, ()))
+            adapter = rng.randint(0, num_adapters) if num_adapters else 0
+            prompt = rng.randint(1, length)
+            news.append(NewSequence(slot, 0, prompt, [5] * length, sampling, (), adapter=adapter))
             writes += [TableWrite(slot, index, rng.randrange(_BLOCKS)) for index in range(-(-length // 8))]
             rows.append(ScheduledSequence(slot, start, count, needs_sample=decoding or rng.random() < 0.8))
         cow_copies = [(2 * i, 2 * i + 1) for i in range(rng.choice((0, 0, 1, 2, 3)))]
@@ -81,17 +84,18 @@ def random_plans(seed: int) -> Iterator[StepPlan]:
 
 def record(communicator: Communicator, model_of: tuple[Path, str, str, bool]) -> tuple[set[str], set[str]]:
     """(keys of the warm-up, keys of serving) for a (checkpoint, dtype, kv dtype, deterministic). Several ranks divide
-    the latents by token."""
+    the latents by token. Folders beside the checkpoint whose names begin with "adapter" are LoRA adapters."""
     path, dtype, kv_dtype, is_deterministic = model_of
     torch.use_deterministic_algorithms(True, warn_only=True)
     recorder = Recorder()
     if is_deterministic:  # linears keep the plain weight, as on a GPU
         linear._pick_form = lambda dtype: "plain"
-    model = load(path, dtype, deterministic=is_deterministic, communicator=communicator)
+    adapters = [LoraModule(folder.name, str(folder)) for folder in sorted(path.parent.glob("adapter *"))]
+    model = load(path, dtype, deterministic=is_deterministic, communicator=communicator, lora_modules=adapters)
     sizes = capture_sizes(_SEQS, 48, 512) if model.supports_cuda_graphs else GraphSizes()
     runner = make_runner(model, sizes, kv_dtype, _BLOCKS)
     runner.warm_up()
     warmed, recorder.keys = recorder.keys, set()
-    for plan in random_plans(7):
+    for plan in random_plans(7, len(adapters)):
         runner.launch(plan)
     return warmed, recorder.keys

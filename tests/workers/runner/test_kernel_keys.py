@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from coatcheck.kernels.compile_watch import CompileWatch
 from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.lora.adapter_files import write_adapter
 from tests.workers.quantised_checkpoints import FORMATS, Weights
 from tests.workers.ranks import run_ranks
 from tests.workers.runner.recorded_keys import ClaimedGpu, record
@@ -55,6 +56,17 @@ def test_no_plan_asks_for_a_kernel_that_was_not_warmed(
     assert {key.split()[0] for key in warmed} >= asked and served
     for kernel in ("_quantised_linear", "_quantised_gate_up", "_quantised_down"):
         assert any(key.startswith(kernel) for key in served) == bool(quantised)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
+def test_steps_with_adapters_launch_warmed_kernels(tmp_path: Path, dtype: str) -> None:
+    """Adapters of different ranks, in linears with one unit of columns and with two, of few rows and of many."""
+    path = tiny_checkpoint("llama", tmp_path, num_hidden_layers=2, hidden_size=1024)
+    write_adapter(path, tmp_path / "adapter a", seed=1, rank=5)
+    write_adapter(path, tmp_path / "adapter b", seed=2, rank=33, linears=("q_proj", "v_proj", "down_proj"))
+    ((warmed, served),) = run_ranks(1, record, (path, dtype, "auto", False))
+    assert served <= warmed, served - warmed
+    assert {key.split()[0] for key in served} >= {"_shrink", "_expand"}
 
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
