@@ -32,7 +32,7 @@ def size_fields(file: GgufFile, *, inner: int | None = None, kv_heads: int | Non
         num_attention_heads=heads,
         num_key_value_heads=file.count("attention.head_count_kv", heads) if kv_heads is None else kv_heads,
         max_position_embeddings=file.count("context_length"),
-        rope_parameters={} if file.architecture == "gemma4" else rope_fields(file, 10000.0),
+        rope_parameters=rope_fields(file, 10000.0),
     )
 
 
