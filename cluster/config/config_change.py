@@ -41,7 +41,7 @@ EFFECTS: Final[Mapping[str, Effect]] = {
     **dict.fromkeys(("max_cudagraph_capture_size", "attention_backend", "speculative_tokens"), Effect.GROUPS),
     **dict.fromkeys(("max_queued", "max_logprobs", "routing", "generation_config", "tool_parser"), Effect.ROUTERS),
     **dict.fromkeys(("cors_origins", "trust_request_chat_template", "enable_tokenizer_info_endpoint"), Effect.ROUTERS),
-    **dict.fromkeys(("root_path", "enable_force_include_usage"), Effect.ROUTERS),
+    **dict.fromkeys(("root_path", "enable_force_include_usage", "enable_per_request_metrics"), Effect.ROUTERS),
     **dict.fromkeys(("log_format", "otlp_endpoint"), Effect.BOTH),
     # A stream continues only on a group that would give the same answer. Prefixes are matched by blocks of one size.
     **dict.fromkeys(("model", "served_model_name", "dtype", "kv_dtype", "block_size", "deterministic"), Effect.NEVER),

@@ -73,6 +73,7 @@ def router_config(
         cors_origins=tuple(filter(None, map(str.strip, (config.cors_origins or "").split(",")))),
         root_path=config.root_path or "",
         enable_force_include_usage=config.enable_force_include_usage,
+        enable_per_request_metrics=config.enable_per_request_metrics,
         trust_request_chat_template=config.trust_request_chat_template,
         enable_tokenizer_info_endpoint=config.enable_tokenizer_info_endpoint,
         cluster_certificate=certificate,

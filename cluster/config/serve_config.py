@@ -253,6 +253,9 @@ class ServeConfig(Settings):
         "Every chunk of a stream of chats and completions has the usage so far, also if the request asks for none.",
         False,
     )
+    enable_per_request_metrics: bool = setting(
+        "Router", "Responses of chats and completions have the timings of their request, as the field metrics.", False
+    )
     router_resource: NonEmpty | None = setting(
         "Router", "A Ray resource. The router runs only on nodes that have it.", None, in_words="any node"
     )

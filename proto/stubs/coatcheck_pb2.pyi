@@ -311,20 +311,32 @@ class PromptLogprobs(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Final(_message.Message):
-    __slots__ = ("usage", "group", "routed_by", "moves", "choices", "embedding")
+    __slots__ = ("usage", "group", "routed_by", "moves", "choices", "embedding", "timings")
     USAGE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     ROUTED_BY_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
     usage: Usage
     group: str
     routed_by: str
     moves: int
     choices: _containers.RepeatedCompositeFieldContainer[ChoiceEnd]
     embedding: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, usage: _Optional[_Union[Usage, _Mapping]] = ..., group: _Optional[str] = ..., routed_by: _Optional[str] = ..., moves: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[ChoiceEnd, _Mapping]]] = ..., embedding: _Optional[_Iterable[float]] = ...) -> None: ...
+    timings: Timings
+    def __init__(self, usage: _Optional[_Union[Usage, _Mapping]] = ..., group: _Optional[str] = ..., routed_by: _Optional[str] = ..., moves: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[ChoiceEnd, _Mapping]]] = ..., embedding: _Optional[_Iterable[float]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+
+class Timings(_message.Message):
+    __slots__ = ("queue_seconds", "first_token_seconds", "generation_seconds")
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    queue_seconds: float
+    first_token_seconds: float
+    generation_seconds: float
+    def __init__(self, queue_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., generation_seconds: _Optional[float] = ...) -> None: ...
 
 class ChoiceEnd(_message.Message):
     __slots__ = ("choice", "finish_reason", "completion_tokens")

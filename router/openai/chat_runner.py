@@ -93,7 +93,9 @@ class ChatRunner:
         if model is not None and (adapter := config.adapter_of(asked)):
             fingerprints += [one.fingerprint for one in model.adapters if one.name == adapter]
         shown = f"fp_{'-'.join(one[:12] for one in fingerprints)}" if fingerprints else ""
-        return ResponseHead(response_id, config.response_name(asked), shown)
+        return ResponseHead(
+            response_id, config.response_name(asked), shown, shows_metrics=config.enable_per_request_metrics
+        )
 
     def _make_plan(self, body: ChatRequest) -> ParsingPlan:
         begins_message = body.add_generation_prompt and not body.continue_final_message

@@ -14,8 +14,10 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
     GenerateEvent,
     GenerateResponse,
     PromptLogprobs,
+    Timings,
     Usage,
 )
+from coatcheck.proto.stubs.coatcheck_pb2 import Final as FinalEvent
 from coatcheck.router.http.errors import openai_error, report_error
 from coatcheck.router.http.json_response import LARGE_VALUES
 from coatcheck.router.openai.logprobs_chunk import ChoiceLogprobs, LogprobsChunk
@@ -32,11 +34,12 @@ _quote = json.encoder.encode_basestring_ascii  # json.dumps of a string, without
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """The first fields of a response and of each of its chunks."""
+    """The first fields of a response and of each of its chunks. `shows_metrics`: the response has its own timings."""
 
     id: str
     model: str
     fingerprint: str
+    shows_metrics: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def to_json(self, kind: str) -> dict[str, Any]:
@@ -88,6 +91,8 @@ class OpenAIResponse(ABC):
         self._formatter = formatter
         self._prompts = dict(enumerate(prompts))
         self._usages: list[Usage] = []
+        self._timings: list[Timings] = []
+        self._is_one_choice = request.n == 1 and len(prompts) == 1
         self._include_usage = request.include_usage
         self._running_usage = Usage() if request.has_running_usage else None  # of a stream so far
         self._is_plain = is_plain and not (request.return_token_ids or request.has_running_usage)
@@ -109,7 +114,7 @@ class OpenAIResponse(ABC):
         if kind == "prompt_logprobs":
             self._prompts[prompt_index].logprobs.MergeFrom(event.prompt_logprobs)
         elif kind == "final":
-            self._usages.append(event.final.usage)
+            self._add_final(event.final)
         return b""
 
     @abstractmethod
@@ -120,7 +125,8 @@ class OpenAIResponse(ABC):
         """The end of a stream: the usage, if the request asks for it, and "[DONE]"."""
         if not self._include_usage:
             return DONE
-        return sse_event({**self._head.to_json(self.chunk_kind), "choices": [], "usage": self._usage()}) + DONE
+        chunk = {**self._head.to_json(self.chunk_kind), "choices": [], "usage": self._usage(), **self._metrics()}
+        return sse_event(chunk) + DONE
 
     def make_error(self, error: Exception) -> bytes:
         """The end of a stream that fails: the status is sent already, so the error is the last event."""
@@ -131,9 +137,9 @@ class OpenAIResponse(ABC):
         choices = []
         for prompt_index, response in enumerate(responses):
             self._prompts[prompt_index].logprobs = response.prompt_logprobs
-            self._usages.append(response.final.usage)
+            self._add_final(response.final)
             choices += [self.make_choice(prompt_index, delta) for delta in response.choices]
-        return {**self._head.to_json(self.kind), "choices": choices, "usage": self._usage()}
+        return {**self._head.to_json(self.kind), "choices": choices, "usage": self._usage(), **self._metrics()}
 
     @abstractmethod
     def make_choice(self, prompt_index: int, delta: Delta) -> dict[str, Any]:
@@ -168,6 +174,27 @@ class OpenAIResponse(ABC):
         assert self._running_usage is not None
         self._running_usage.prompt_tokens += event.started.prompt_tokens
         self._running_usage.completion_tokens += len(event.delta.token_ids)
+
+    def _add_final(self, final: FinalEvent) -> None:
+        self._usages.append(final.usage)
+        self._timings.append(final.timings)
+
+    def _metrics(self) -> dict[str, Any]:
+        """The field `metrics`, in vLLM's form, if the server shows it. It is null for several choices."""
+        if not self._head.shows_metrics:
+            return {}
+        if not self._is_one_choice or not self._timings:
+            return {"metrics": None}
+        timings, tokens = self._timings[0], self._usages[0].completion_tokens
+        first, rest = timings.first_token_seconds, timings.generation_seconds
+        metrics = {
+            "time_to_first_token_ms": first * 1000,
+            "generation_time_ms": rest * 1000,
+            "queue_time_ms": timings.queue_seconds * 1000,
+            "mean_itl_ms": rest * 1000 / (tokens - 1) if tokens > 1 else None,
+            "tokens_per_second": tokens / (first + rest) if first + rest else None,
+        }
+        return {"metrics": {name: value and round(value, 3) for name, value in metrics.items()}}
 
     def _usage(self) -> dict[str, Any]:
         """The `usage` of the response, summed over its prompts."""

@@ -230,6 +230,7 @@ class Relay:
             moves=self._moves,
             choices=self._response.choice_ends(),
             embedding=self._response.embedding,
+            timings=self._lifecycle.timings(),
         )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from coatcheck.proto.errors import status_name
-from coatcheck.proto.stubs.coatcheck_pb2 import Usage
+from coatcheck.proto.stubs.coatcheck_pb2 import Timings, Usage
 from coatcheck.proto.stubs.worker_pb2 import FirstOutput
 from coatcheck.proto.tracing import NO_TRACE_CONTEXT, Tracing, Value
 from coatcheck.router.routing.routing_cost import Decision
@@ -50,7 +50,7 @@ class RequestLifecycle:
         self._last_delta: dict[int, float] = {}  # time by choice
         self._group = ""
         self._moves = 0
-        self._is_queue_recorded = False
+        self._queue_seconds: float | None = None
         if self._spans is not None:
             self._spans.start_part("router.admission")
 
@@ -89,9 +89,9 @@ class RequestLifecycle:
 
     def record_first_output(self, first_output: FirstOutput) -> None:
         """The first group has computed the prompt; `first_output` says how long the request had waited there."""
-        if not self._is_queue_recorded:
-            self._is_queue_recorded = True
-            self._metrics.queue.record(self._sent - self._arrived + first_output.queued_seconds)
+        if self._queue_seconds is None:
+            self._queue_seconds = self._sent - self._arrived + first_output.queued_seconds
+            self._metrics.queue.record(self._queue_seconds)
 
     def record_delta(self, choice: int) -> None:
         """A delta of the choice is sent to the client."""
@@ -101,6 +101,16 @@ class RequestLifecycle:
         if (last := self._last_delta.get(choice)) is not None:
             self._metrics.itl.record(now - last)
         self._last_delta[choice] = now
+
+    def timings(self) -> Timings | None:
+        """The times of a request whose last delta is sent; None if it has no delta."""
+        if self._ttft is None:
+            return None
+        queue = min(self._queue_seconds or 0.0, self._ttft)  # the clock of the group is another one
+        last = max(self._last_delta.values()) - self._arrived
+        return Timings(
+            queue_seconds=queue, first_token_seconds=self._ttft - queue, generation_seconds=last - self._ttft
+        )
 
     def record_group_lost(self, group: str, reason: str) -> None:
         """The request's group is lost; the request continues elsewhere, or fails."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -239,6 +240,37 @@ async def test_a_prompt_is_truncated_to_what_fits(start_http_router: StartHttpRo
     ):
         status, _, text = await router.request("POST", path, {"truncate_prompt_tokens": -1} | body)
         assert status == 200 and json.loads(text)["usage"]["prompt_tokens"] == kept, text
+
+
+async def test_a_response_may_have_its_timings(start_http_router: StartHttpRouter) -> None:
+    """With enable_per_request_metrics a response of one choice has vLLM's field `metrics`, and so has the last chunk of
+    a stream with usage. For several choices or prompts it is null, and without the setting it is not there."""
+    router = await start_http_router(FakeGroup(), enable_per_request_metrics=True)
+    plain = await start_http_router(FakeGroup("g1"))
+    least: list[tuple[str, dict[str, Any]]] = [("/v1/completions", {"prompt": "hello"}), (CHAT, {"messages": HELLO})]
+    for path, prompt in least:
+        body = prompt | {"max_tokens": 3}
+        began = time.monotonic()
+        _, _, whole = await router.request("POST", path, body)
+        streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+        _, _, chunks = await router.request("POST", path, streamed)
+        *before, last = [json.loads(line[6:]) for line in chunks.splitlines() if line.startswith("data: {")]
+        took = 1000 * (time.monotonic() - began)
+        assert not any("metrics" in chunk for chunk in before)
+        for metrics in (json.loads(whole)["metrics"], last["metrics"]):
+            assert metrics.keys() == {
+                "time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second"
+            }  # fmt: skip
+            parts = [metrics[name] for name in ("queue_time_ms", "time_to_first_token_ms", "generation_time_ms")]
+            assert min(parts) >= 0 and 0 < sum(parts) < took
+            assert metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"] / 2, abs=0.001)
+        for several in ({"n": 2}, {"prompt": ["a", "b"]}):
+            if path == CHAT and "prompt" in several:
+                continue
+            assert json.loads((await router.request("POST", path, body | several))[2])["metrics"] is None
+        assert "metrics" not in json.loads((await plain.request("POST", path, body))[2])
+    one = json.loads((await router.request("POST", CHAT, {"messages": HELLO, "max_tokens": 1}))[2])["metrics"]
+    assert one["mean_itl_ms"] is None and one["generation_time_ms"] == 0
 
 
 async def test_required_calls_leave_no_room_for_a_structure(

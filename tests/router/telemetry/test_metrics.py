@@ -1,6 +1,9 @@
 """/metrics: names follow Prometheus' conventions, and values follow events."""
 
+import time
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -18,10 +21,12 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
     RankStatus,
     SamplingParams,
     StatusResponse,
+    Timings,
     TokenIds,
 )
-from coatcheck.proto.stubs.worker_pb2 import Load
+from coatcheck.proto.stubs.worker_pb2 import FirstOutput, Load
 from coatcheck.router.telemetry.prometheus_page import PrometheusPage
+from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 from coatcheck.router.telemetry.request_metrics import RecentOutcomes, RequestMetrics
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import RouterUnderTest, StartRouter
@@ -228,3 +233,22 @@ def test_a_refused_request_counts_once() -> None:
     metrics.record_end(Unavailable("none"), 1.0)
     metrics.record_end(None, 1.0)
     assert sorted(metrics.outcomes.counts()) == [("ok", 1), ("queue_full", 1), ("unavailable", 1)]
+
+
+def test_the_timings_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait is that of the router and of the first group. A request that moves to another group does not wait anew,
+    and the last delta of any choice counts."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    lifecycle = RequestLifecycle(RequestMetrics(CollectorRegistry()))
+    assert lifecycle.timings() is None
+    decision: Any = SimpleNamespace(group="g")
+    now = 101.0
+    lifecycle.record_sent(decision, 0)
+    lifecycle.record_first_output(FirstOutput(queued_seconds=0.5))
+    for second, choice in ((102.0, 0), (105.0, 1), (107.0, 0)):
+        now = second
+        lifecycle.record_delta(choice)
+    lifecycle.record_sent(decision, 1)
+    lifecycle.record_first_output(FirstOutput(queued_seconds=3))
+    assert lifecycle.timings() == Timings(queue_seconds=1.5, first_token_seconds=0.5, generation_seconds=5)
