@@ -85,6 +85,7 @@ class LLMSettings(TypedDict, total=False):
     max_batch_tokens: int
     max_cudagraph_capture_size: int
     speculative_tokens: int
+    lora_modules: str | list[str]
 
 
 class LLM:
@@ -111,6 +112,7 @@ class LLM:
         torch.set_num_threads(divide_cores(config.threads, 1))
         loaded = load_rank(config, Communicator(), device, ranks_on_host=1, compile_watch=CompileWatch())
         self._spec = loaded.spec
+        self._adapters = [adapter.name for adapter in loaded.spec.adapters]
         self._engine = build_engine(config, loaded, loaded.runner)
 
     @property
@@ -123,40 +125,49 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | None = None,
         *,
+        adapter: str = "",
         progress: bool | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[GenerationResult]:
         """Generate for each prompt, batched. Return one result per prompt, in order.
 
         A prompt is a text or a list of token ids. `sampling` fixes every sampling field, and `options` sets single
-        fields; both hold for all prompts. `progress` shows a progress bar; default: if stderr is a terminal.
+        fields; both hold for all prompts. `adapter`: the name of a LoRA adapter of `lora_modules`; "" for none.
+        `progress` shows a progress bar; default: if stderr is a terminal.
 
         Raises InvalidRequest, before anything is generated.
         """
         _check_options(options)
         batch: Sequence[Any] = [prompts] if is_one_prompt(prompts) else check_batch(prompts, "LLM", PROMPT_FORM)
         requests = [build_request(prompt, sampling=sampling, options=options) for prompt in batch]
-        return self._run(requests, progress)
+        return self._run(requests, adapter, progress)
 
     def chat(
         self,
         conversations: Conversation | Sequence[Conversation],
         sampling: SamplingParams | None = None,
         *,
+        adapter: str = "",
         progress: bool | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[GenerationResult]:
-        """Answer each conversation by the model's chat template. One conversation is a list of messages."""
+        """Answer each conversation by the model's chat template. One conversation is a list of messages. `adapter`: as
+        in `generate`."""
         _check_options(options)
         check_batch(conversations, "LLM", CONVERSATION_FORM)
         is_one = not conversations or isinstance(conversations[0], Mapping)
         batch: Sequence[Any] = [conversations] if is_one else conversations
         requests = [build_request(messages=messages, sampling=sampling, options=options) for messages in batch]
-        return self._run(requests, progress)
+        return self._run(requests, adapter, progress)
 
-    def _run(self, messages: Sequence[pb.GenerateRequest], progress: bool | None) -> list[GenerationResult]:
+    def _run(
+        self, messages: Sequence[pb.GenerateRequest], adapter: str, progress: bool | None
+    ) -> list[GenerationResult]:
         """Check every request, then step the engine until all have ended."""
-        requests = [self._check(message) for message in messages]
+        if adapter and adapter not in self._adapters:
+            loaded = ", ".join(self._adapters) or "none; give lora_modules to LLM"
+            raise InvalidRequest(f"LLM has no LoRA adapter {adapter!r}; it has {loaded}")
+        requests = [self._check(message, adapter) for message in messages]
         answers = [_Answer(request, self._tokenizer, self._spec) for request in requests]
         running = {request.request_id: answer for request, answer in zip(requests, answers, strict=True)}
         show = sys.stderr.isatty() if progress is None else progress
@@ -165,7 +176,9 @@ class LLM:
                 task = bar.add_task("Generating", total=len(requests), tokens=0)
                 for request in requests:
                     ids = tuple(request.prompt_token_ids)
-                    self._engine.submit_request(EngineRequest(request.request_id, ids, request.sampling))
+                    self._engine.submit_request(
+                        EngineRequest(request.request_id, ids, request.sampling, adapter=adapter)
+                    )
                 tokens = 0
                 while running:
                     tokens += self._step(running)
@@ -177,7 +190,7 @@ class LLM:
                 self._engine.step()
         return [answer.result for answer in answers]
 
-    def _check(self, message: pb.GenerateRequest) -> Request:
+    def _check(self, message: pb.GenerateRequest, adapter: str) -> Request:
         """The request as a router would send it, with every default filled in."""
         token_ids = prompt_token_ids(message, self._tokenizer, self.max_model_len)
         return validate_request(
@@ -187,6 +200,7 @@ class LLM:
             capacity=self.max_model_len,
             rng=self._rng,
             defaults=self._defaults,
+            adapter=adapter,
         )
 
     def _step(self, running: "dict[str, _Answer]") -> int:
@@ -210,10 +224,11 @@ class _Answer:
 
     def __init__(self, request: Request, tokenizer: TokenizerJson, spec: ModelSpec) -> None:
         skip = request.sampling.skip_special_tokens
-        self.result = GenerationResult(time.perf_counter(), model=spec.name)
+        model = request.adapter or spec.name
+        self.result = GenerationResult(time.perf_counter(), model=model)
         self._builder = ResponseBuilder(request)
         self._builder.start_choices(frozenset(spec.eos_token_ids), lambda: tokenizer.detokenizer(skip))
-        started = pb.Started(request_id=request.request_id, model=spec.name, seed=request.sampling.seed, group=_GROUP)
+        started = pb.Started(request_id=request.request_id, model=model, seed=request.sampling.seed, group=_GROUP)
         self._record(pb.GenerateEvent(started=started))
 
     @property

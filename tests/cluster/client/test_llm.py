@@ -84,6 +84,26 @@ async def test_tokens_are_those_of_a_server(
         assert [len(choice.logprobs) for choice in one.choices] == [len(choice.logprobs) for choice in other.choices]
 
 
+def test_a_call_may_have_an_adapter(llm: coatcheck.LLM, tmp_path: Path) -> None:
+    """Its tokens are those of transformers with the adapter merged, and calls without one have the model's own."""
+    from tests.workers.lora.adapter_files import greedy, merged_model, write_adapter  # torch, which `llm` has imported
+
+    folder = write_adapter(Path(DEMO), tmp_path / "sql", seed=1)
+    settings: LLMSettings = {**SETTINGS, "lora_modules": [f"sql={folder}"]}
+    adapted = coatcheck.LLM(DEMO, **settings)
+    sampling: dict[str, Any] = dict(max_tokens=6, temperature=0.0, ignore_eos=True)
+    prompt = [5, 40, 12, 9, 33]
+    (plain,), (own,) = llm.generate(prompt, **sampling), adapted.generate(prompt, **sampling)
+    (found,) = adapted.generate(prompt, adapter="sql", **sampling)
+    assert own.token_ids == plain.token_ids != found.token_ids
+    assert found.token_ids == greedy(merged_model(Path(DEMO), folder), prompt, 6)
+    assert (found.model, own.model) == ("sql", plain.model)
+    with pytest.raises(InvalidRequest, match="has no LoRA adapter 'chat'; it has sql"):
+        adapted.generate(prompt, adapter="chat")
+    with pytest.raises(InvalidRequest, match="it has none; give lora_modules to LLM"):
+        llm.generate(prompt, adapter="sql")
+
+
 def test_one_prompt_gives_one_result(llm: coatcheck.LLM) -> None:
     """A text, token ids, a list of one of them: each is one prompt; no prompt is no result."""
     assert len(llm.generate("x", max_tokens=2)) == 1
