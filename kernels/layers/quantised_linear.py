@@ -47,8 +47,7 @@ _DEQUANTISED_ROWS = 32  # of a program
 _LEAST_UNIT = 512  # columns; shorter units would write more sums than they read of the weight
 _UNIT_STEP = 256  # a unit has a multiple of this many columns; every STEP and 2 * HALF of the kernel divides it
 _MOST_TILES = 1 << 16  # the most tiles of a launch that are divided into units
-_STEPS = (128, 64, 32, 16)  # columns
-_LEAST_GROUP = 16  # columns
+_STEPS, _LEAST_GROUP = (128, 64, 32, 16), 16  # columns
 _UNPACKED_ROWS = 1 << 14  # rows unpacked at a time by pack_codes: the experts of a layer have millions of rows
 # Calls with these numbers of rows launch every variant of the kernels, here and in w8a8_linear.py.
 WARM_UP_ROWS = (1, _FEW + 1, _MEDIUM + 1, _HIGH + 1, MANY + 1)
@@ -120,11 +119,12 @@ def pick_launch(
         block_m, block_n, num_warps, stages = _MEDIUM if element_size == 2 else 32, 64, 4, 3 if packed else 4
     else:
         block_m, block_n, num_warps, stages, step = _HIGH, 128, 8, 4, min(step, 64)
-    if w.order is not None:
-        step = min(step, 64)  # the addresses of x take registers
+    if w.order is not None or (batch_invariant and w.zeros is not None and w.zeros.is_floating_point()):
+        step = min(step, 64)  # the addresses of x, or the zero points of several groups, take registers
     if packed and gpu.convert and not gpu.wide_tiles and block_m > _FEW and element_size == 2:  # and sums of mma.sync
         is_tight = w.order is not None or batch_invariant or (block_m == _HIGH and w.kind is CodeKind.FP4)
         step = min(step, 32 if is_tight else 64)
+        stages = 2 if batch_invariant and gpu.convert == 3 else stages  # 3 would spill on sm_89
     # A stage holds codes and x. Beside the stages, the converted codes of one product may pass through shared memory.
     stage = step * (block_n + (2 if packed else 1) * block_m * element_size)
     left = gpu.shared - step * block_n * element_size

@@ -11,7 +11,7 @@ from coatcheck.kernels.layers import grouped_gemm
 from coatcheck.kernels.layers.quantised_linear import Codes
 from coatcheck.kernels.layers.quantised_rows import RowFormat
 from coatcheck.kernels.layers.quantised_weight import CodeKind
-from tests.kernels.layers.linear_keys import Key, codes
+from tests.kernels.layers.linear_keys import Key, codes, scale_type, zero_type
 
 
 def grouped(kernel: Any, dtype: str, tokens: int, gpu: GpuProperties, *, oss: bool = False) -> Key:
@@ -32,14 +32,16 @@ def grouped(kernel: Any, dtype: str, tokens: int, gpu: GpuProperties, *, oss: bo
 
 
 def quantised_experts(
-    kernel: Any, kind: CodeKind, tokens: int, gpu: GpuProperties, *, dtype: str = "bf16", group: int = 128
-) -> Key:
-    """A product of 128 quantised experts, 8 for each token. `group`: columns of a group; 0: a whole row."""
+    kernel: Any, kind: CodeKind, tokens: int, gpu: GpuProperties, *, dtype: str = "bf16", group: int = 128,
+    zeros: str = "",
+) -> Key:  # fmt: skip
+    """A product of 128 quantised experts, 8 for each token. `group`: columns of a group; 0: a whole row. `zeros`: as in
+    linear_keys.linear."""
     launch = grouped_gemm.pick_launch(8 * tokens, 128, 4 if dtype == "fp32" else 2, gpu)
     weight = codes(kind, dtype, group)
     return _experts(
         kernel, weight, grouped_gemm.pick_codes_launch(launch, weight, None, gpu), gpu, f"*{dtype}", "*u8",
-        "*u8" if kind is CodeKind.FP4 else f"*{dtype}", dtype,
+        f"*{scale_type(kind, dtype, zeros)}", dtype, zeros,
     )  # fmt: skip
 
 
@@ -54,20 +56,22 @@ def w8a8_experts(kernel: Any, kind: CodeKind, group: int, tokens: int, gpu: GpuP
     tile = grouped_gemm.pick_codes_launch(launch, weight, to, gpu)
     element = "*fp8e4nv" if kind is CodeKind.FP8 else "*i8"
     constants = {f"TO_{name}": value for name, value in format.constants().items()} if to is not None else {}
-    return _experts(kernel, weight, tile, gpu, f"{element} *fp32", element, "*fp32", "bf16", **constants)
+    return _experts(kernel, weight, tile, gpu, f"{element} *fp32", element, "*fp32", "bf16", "", **constants)
 
 
 def _experts(
     kernel: Any, weight: Codes, tile: grouped_gemm.GroupedLaunch, gpu: GpuProperties, x: str, element: str,
-    scales: str, dtype: str, **more: int,
+    scales: str, dtype: str, zeros: str, **more: int,
 ) -> Key:  # fmt: skip
     """`x`: types of x and its scales, if there are. `element`: type of the codes. `more`: of codes that are written
     TO_KIND and TO_GROUP."""
     sizes = dict(BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k)
     constants: dict[str, Any] = dict(
         KIND=int(weight.kind), GROUP=weight.group, HALF=weight.step, CONVERT=gpu.convert,
-        PRECISION="ieee" if dtype == "fp32" else "tf32", bias=None, zeros=None, **sizes, **more,
+        PRECISION="ieee" if dtype == "fp32" else "tf32", bias=None, **sizes, **more,
+        **({} if zeros else dict(zeros=None)),
     )  # fmt: skip
+    scales = f"{scales} {zero_type(zeros)}".strip()
     has_scales = " " in x
     if kernel is grouped_gemm._quantised_gate_up:
         if not has_scales:

@@ -39,40 +39,54 @@ CODES = (
 
 
 def linear(
-    kind: CodeKind, rows: int, gpu: GpuProperties, *, dtype: str = "bf16", group: int = 128, has_zeros: bool = False,
+    kind: CodeKind, rows: int, gpu: GpuProperties, *, dtype: str = "bf16", group: int = 128, zeros: str = "",
     is_ordered: bool = False, batch_invariant: bool = False,
 ) -> Key:  # fmt: skip
     """A linear of 4096 features over 4096 columns, with scales of the model's dtype, MXFP4's of bytes. `group` 0: a
-    scale for a row. `batch_invariant`: of the deterministic mode."""
+    scale for a row. `zeros`: the dtype of zero points, i8 or fp32, with which scales are float32 too; "": none.
+    `batch_invariant`: of the deterministic mode."""
     weight = codes(kind, dtype, group)
     if is_ordered:
         weight = weight._replace(order=weight.codes)
+    if zeros == "fp32":
+        weight = weight._replace(zeros=torch.empty((0, 0), dtype=torch.float32, device="meta"))
     size = 4 if dtype == "fp32" else 2
     launch, step = quantised_linear.pick_launch(rows, weight, size, gpu, batch_invariant=batch_invariant)
     units, _ = quantised_linear.units_of(rows, weight, launch, gpu, batch_invariant=batch_invariant)
     split = units > 1 and rows <= quantised_linear._SPLIT_ROWS
-    scales = "u8" if kind is CodeKind.FP4 else dtype
-    zeros, order = "*i8 " if has_zeros else "", "*i32 " if is_ordered else ""
+    scales = scale_type(kind, dtype, zeros)
+    order = "*i32 " if is_ordered else ""
     constants: dict[str, Any] = dict(
         KIND=int(kind), CONVERT=gpu.convert, GROUP=group, HALF=weight.step, STEP=step, BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n, PRECISION="ieee" if dtype == "fp32" else "tf32", WHOLE=units == 1, bias=None,
-        **({} if has_zeros else dict(zeros=None)), **({} if is_ordered else dict(order=None)),
+        **({} if zeros else dict(zeros=None)), **({} if is_ordered else dict(order=None)),
         **({} if split else dict(sums=None, counters=None)),
     )  # fmt: skip
     sums = "*fp32 *i32 " if split else ""
-    arguments = f"*{dtype} *u8 *{scales} {zeros}{order}*{dtype} {sums}i32 i32 i32 i32 i32"
+    arguments = f"*{dtype} *u8 *{scales} {zero_type(zeros)}{order}*{dtype} {sums}i32 i32 i32 i32 i32"
     fuses = group > 0 or not batch_invariant or dtype == "fp32"
     return Key(quantised_linear._quantised_linear, arguments, constants, launch.num_warps, launch.num_stages, fuses)
 
 
-def dequantised(kind: CodeKind, gpu: GpuProperties, *, dtype: str = "bf16", group: int = 128) -> Key:
+def scale_type(kind: CodeKind, dtype: str, zeros: str) -> str:
+    """The dtype of scales: bytes of MXFP4, float32 beside zero points of float32 (GGUF), otherwise the model's."""
+    return "u8" if kind is CodeKind.FP4 else "fp32" if zeros == "fp32" else dtype
+
+
+def zero_type(zeros: str) -> str:
+    return f"*{zeros} " if zeros else ""
+
+
+def dequantised(
+    kind: CodeKind, gpu: GpuProperties, *, dtype: str = "bf16", group: int = 128, zeros: str = ""
+) -> Key:  # fmt: skip
     """The kernel that writes the weight of such a linear."""
-    scales = "u8" if kind is CodeKind.FP4 else dtype
     constants: dict[str, Any] = dict(
         KIND=int(kind), CONVERT=gpu.convert, GROUP=group, STEP=codes(kind, dtype, group).step,
-        BLOCK_N=quantised_linear._DEQUANTISED_ROWS, zeros=None,
+        BLOCK_N=quantised_linear._DEQUANTISED_ROWS, **({} if zeros else dict(zeros=None)),
     )  # fmt: skip
-    return Key(quantised_linear._dequantise, f"*u8 *{scales} *{dtype} i32 i32 i32 i32 i32", constants)
+    arguments = f"*u8 *{scale_type(kind, dtype, zeros)} {zero_type(zeros)}*{dtype} i32 i32 i32 i32 i32"
+    return Key(quantised_linear._dequantise, arguments, constants)
 
 
 def codes(kind: CodeKind, dtype: str, group: int, format: quantised_rows.RowFormat | None = None) -> Codes:

@@ -193,7 +193,7 @@ def broken_tokens(dtype: torch.dtype) -> None:
     """A token with a NaN gets NaN from experts of plain weights and of codes, whose activation clamps gates and ups. So
     does one with an infinity where activations are quantised, both where gate_up writes codes and where it does not."""
     for group in (None, 0, 128):
-        biases = dict(gate_up_bias=torch.zeros(EXPERTS, 2 * INNER, dtype=dtype), down_bias=None)
+        biases: dict[str, Any] = dict(gate_up_bias=torch.zeros(EXPERTS, 2 * INNER, dtype=dtype), down_bias=None)
         parts: list[Any] = [torch.randn(EXPERTS, *shape).to(dtype) for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER))]
         if group is not None:
             parts = [

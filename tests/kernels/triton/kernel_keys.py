@@ -246,7 +246,7 @@ KEYS: dict[str, Keys] = {
     "weighted_sum": same(
         grouped_gemm._weighted_sum, "*bf16 *i32 *fp32 *bf16 *bf16 *bf16 i32 i32 i32", dict(TOP_K=8, BLOCK=1024)
     ),
-    "linear, int4, few": partial(linear, CodeKind.INT4, 8, has_zeros=True),
+    "linear, int4, few": partial(linear, CodeKind.INT4, 8, zeros="i8"),
     "linear, fp8, many": partial(linear, CodeKind.FP8, 256, group=0),
     "dequantise, int4": partial(dequantised, CodeKind.INT4),
     "W8A8 linear, fp8, many": partial(w8a8, CodeKind.FP8, 8192, 0),
@@ -271,6 +271,8 @@ KEYS: dict[str, Keys] = {
 
 
 _GROUPS = {CodeKind.INT8: 0, CodeKind.INT4: 128, CodeKind.FP8: 0, CodeKind.FP4: 32}  # columns of a group; 0: a row
+# Kinds and groups of weights whose zero points may be fractions: GGUF's Q4_K, Q5_K and Q2_K, and HQQ's.
+_FRACTIONS = ((CodeKind.INT4, 32), (CodeKind.INT8, 32), (CodeKind.INT4, 16), (CodeKind.INT4, 64))
 
 
 def _others() -> Iterator[tuple[str, Keys]]:
@@ -304,14 +306,23 @@ def _others() -> Iterator[tuple[str, Keys]]:
     for code in CodeKind:
         if code is not CodeKind.INT4:
             yield f"dequantise, {code.name.lower()}", partial(dequantised, code, group=_GROUPS[code])
+    for code, group in _FRACTIONS:
+        key = partial(dequantised, code, group=group, zeros="fp32")
+        yield f"dequantise, {code.name.lower()} {group}, fp32 zeros", key
     for rows, count in ((8, "few"), (64, "some"), (8192, "many")):
         for code in CodeKind:
             name = f"linear, {code.name.lower()}, {count}"
             if name not in KEYS:
                 yield name, partial(linear, code, rows, group=_GROUPS[code])
-        yield f"linear, int4, {count}, act-order", partial(linear, CodeKind.INT4, rows, has_zeros=True, is_ordered=True)
+        yield f"linear, int4, {count}, act-order", partial(linear, CodeKind.INT4, rows, zeros="i8", is_ordered=True)
         yield f"linear, int4, {count}, fp32", partial(linear, CodeKind.INT4, rows, dtype="fp32")
+        for code, group in _FRACTIONS:
+            key = partial(linear, code, rows, group=group, zeros="fp32")
+            yield f"linear, {code.name.lower()} {group}, {count}, fp32 zeros", key
     for rows, count in ((8, "few"), (8192, "many")):
+        for code, group in _FRACTIONS:
+            key = partial(linear, code, rows, group=group, zeros="fp32", batch_invariant=True)
+            yield f"linear, {code.name.lower()} {group}, {count}, fp32 zeros, batch-invariant", key
         for code in CodeKind:
             key = partial(linear, code, rows, group=_GROUPS[code], batch_invariant=True)
             yield f"linear, {code.name.lower()}, {count}, batch-invariant", key
@@ -325,6 +336,10 @@ def _others() -> Iterator[tuple[str, Keys]]:
             yield (
                 f"{title}, int4, {count}, fp32",
                 partial(quantised_experts, product, CodeKind.INT4, tokens, dtype="fp32"),
+            )
+            yield (
+                f"{title}, int4 32, {count}, fp32 zeros",
+                partial(quantised_experts, product, CodeKind.INT4, tokens, group=32, zeros="fp32"),
             )
             for code, group in ((CodeKind.FP8, 0), (CodeKind.FP8, 128), (CodeKind.INT8, 0)):
                 name = f"W8A8 {title}, {code.name.lower()}{' blocks' if group else ''}, {count}"
