@@ -4,9 +4,9 @@ Missing fields take the defaults of transformers' config classes. Layer types ma
 ("mamba", "attention").
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.proto.errors import InvalidModel
@@ -76,6 +76,8 @@ def _layer_kinds(config: ModelConfig) -> tuple[str, ...]:
     elif family == "lfm2":
         indices = _layer_indices(config, "full_attn_idxs")
         kinds = ["full_attention" if indices is None or layer in indices else "conv" for layer in range(count)]
+    elif family == "kimi_linear":
+        kinds = _kimi_kinds(config, count)
     elif family in _DELTA_NETS:
         interval = config.count("full_attention_interval", default=4)
         kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(count)]
@@ -92,7 +94,7 @@ def _layer_kinds(config: ModelConfig) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def _layer_indices(config: ModelConfig, field: str) -> list[int] | None:
+def _layer_indices(config: ModelConfig, field: str) -> Sequence[int] | None:
     """A list of layer indices; None if it is absent. Raise InvalidModel for anything else."""
     indices = config.values.get(field)
     if indices is None:
@@ -112,23 +114,48 @@ def _check_dt_limits(config: ModelConfig) -> None:
 
 
 def _delta_net(config: ModelConfig, layer: int) -> DeltaNetSpec:
-    key_heads, value_heads = (
-        config.count(name, default=default)
-        for name, default in (("linear_num_key_heads", 16), ("linear_num_value_heads", 32))
-    )
+    heads, is_olmo = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}, config.model_type == "olmo_hybrid"
+    if is_olmo:
+        heads = dict.fromkeys(heads, config.count("num_attention_heads", default=30))
+    key_heads, value_heads = (config.count(name, default=default) for name, default in heads.items())
     if value_heads % key_heads:
         raise InvalidModel(
             f"{config.name}: config.json has {key_heads} linear_num_key_heads for {value_heads} "
             "linear_num_value_heads; the key heads must divide the value heads"
         )
+    key_dim = 3 * config.count("hidden_size", default=3840) // (4 * key_heads) if is_olmo else 128
+    key_dim = config.count("linear_key_head_dim", default=key_dim)
     return DeltaNetSpec(
         layer=layer,
         key_heads=key_heads,
         value_heads=value_heads,
-        key_dim=config.count("linear_key_head_dim", default=128),
-        value_dim=config.count("linear_value_head_dim", default=128),
+        key_dim=key_dim,
+        value_dim=config.count("linear_value_head_dim", default=2 * key_dim if is_olmo else 128),
         conv_size=config.count("linear_conv_kernel_dim", default=4),
     )
+
+
+def _kimi_delta_net(config: ModelConfig, layer: int) -> DeltaNetSpec:
+    own = ModelConfig(config.name, _kimi_fields(config))
+    heads = own.count("num_heads", default=config.count("linear_num_heads", default=32))
+    dim = own.count("head_dim", default=config.count("linear_head_dim", default=128))
+    conv_size = own.count("short_conv_kernel_size", default=config.count("linear_conv_kernel_dim", default=4))
+    return DeltaNetSpec(layer, heads, heads, dim, dim, conv_size, has_channel_decays=True)
+
+
+def _kimi_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields of published checkpoints' `linear_attn_config`; empty if it is absent."""
+    fields = config.values.get("linear_attn_config")
+    return fields if isinstance(fields, dict) else {}
+
+
+def _kimi_kinds(config: ModelConfig, count: int) -> list[str]:
+    """The layer types of a config.json without layer_types. Its lists count layers from 1."""
+    fields = _kimi_fields(config)
+    attending = _layer_indices(ModelConfig(config.name, fields), "full_attn_layers")
+    if attending is None or "kda_layers" not in fields:
+        attending = range(5, count + 1, 4)
+    return ["full_attention" if layer + 1 in attending else "linear_attention" for layer in range(count)]
 
 
 def _short_conv(config: ModelConfig, layer: int) -> ShortConvSpec:
@@ -218,12 +245,13 @@ def _head_groups(config: ModelConfig, heads: int, groups: int) -> int:
     return groups
 
 
-_DELTA_NETS: Final = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+_DELTA_NETS: Final = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 _STATE_OF: Final[dict[str, Callable[[ModelConfig, int], StateSpec]]] = {
     **dict.fromkeys(_DELTA_NETS, _delta_net),
     **dict.fromkeys(("lfm2", "lfm2_moe"), _short_conv),
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _mamba2),
     **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), _mamba),
     "mamba2": _plain_mamba2,
+    "kimi_linear": _kimi_delta_net,
     "nemotron_h": _nemotron_mamba2,
 }

@@ -82,7 +82,7 @@ class ModelShape:
             dtype = "bfloat16"
         if config.values.get("quantization_config") is not None:
             notes.append(f"quantised weights: counted as ranks hold them if MODEL has its files, else as {dtype}")
-        longest = config.number("max_position_embeddings", "n_positions", "n_ctx", default=0)
+        longest = config.number("max_position_embeddings", "model_max_length", "n_positions", "n_ctx", default=0)
         if index_topk := config.number("index_topk", default=0) if config.model_type == "deepseek_v3" else 0:
             notes.append(sparse_attention_note(index_topk))
             longest = min(longest or index_topk, index_topk)

@@ -32,7 +32,7 @@ _TIED: Final = frozenset(
     }
 )  # fmt: skip
 # Families whose first layers have a dense MLP, if config.json does not say.
-_FIRST_DENSE: Final = {"axk1": 1, "glm4_moe_lite": 1, "lfm2_moe": 2, "mimo_v2_flash": 1}
+_FIRST_DENSE: Final = {"axk1": 1, "glm4_moe_lite": 1, "kimi_linear": 1, "lfm2_moe": 2, "mimo_v2_flash": 1}
 # Families whose query projection has a gate for each head's output.
 _GATED_ATTENTION: Final = frozenset({"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"})
 
@@ -75,7 +75,9 @@ class WeightCount:
             experts=experts,
             num_experts=num_experts,
             experts_per_token=(
-                config.count("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", default=1)
+                config.count(
+                    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", default=1
+                )
                 if num_experts
                 else 0
             ),
@@ -162,6 +164,10 @@ def _state_layer(state: StateSpec, shard: TpShard, hidden: int) -> int:
         return hidden * (2 * inner + channels + part.heads) + convolution
     assert isinstance(part, DeltaNetSpec)
     values = part.value_heads * part.value_dim
+    if part.has_channel_decays:  # gates and decays have two projections each, over a bottleneck of one head's size
+        keys, bottleneck = part.key_heads * part.key_dim, part.value_dim
+        projected = hidden * (part.conv_channels + values + 2 * bottleneck + part.value_heads)
+        return projected + bottleneck * (keys + values) + part.conv_channels * part.conv_size
     return hidden * (part.conv_channels + 2 * values + 2 * part.value_heads) + part.conv_channels * part.conv_size
 
 
@@ -267,7 +273,7 @@ def _experts(config: ModelConfig, shard: TpShard, hidden: int, *, expert_paralle
     names = ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size")
     shared = config.number(*names, default=0)
     if config.model_type != "nemotron_h":  # whose field is the size of all shared experts together
-        shared += config.number("n_shared_experts", default=0) * inner
+        shared += config.number("n_shared_experts", "num_shared_experts", default=0) * inner
     count = _num_experts(config)
     if expert_parallel:
         first, last = shard.split_evenly(count, "the experts, as --expert-parallel needs")

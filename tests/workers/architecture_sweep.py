@@ -87,7 +87,8 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": dict(head_dim=16),
     "hunyuan_v1_moe": dict(head_dim=16, moe_topk=2),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
-    "kimi_linear": _LATENT,
+    "kimi_linear": _LATENT
+    | dict(num_key_value_heads=4, layer_types=["linear_attention", "full_attention"] * (LAYERS // 2)),
     "glm4_moe_lite": _LATENT | dict(num_key_value_heads=4),
     "longcat_flash": _LATENT
     | dict(

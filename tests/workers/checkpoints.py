@@ -158,6 +158,25 @@ FURTHER_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon-mamba": ("falcon_mamba", dict(state_size=8, time_step_rank=5, use_bias=True)),
     "jamba": ("jamba", _JAMBA | dict(mamba_proj_bias=True)),
+    "kimi-linear": (
+        "kimi_linear",
+        _LATENT
+        | dict(
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+            linear_num_heads=4,
+            linear_head_dim=32,
+            q_lora_rank=None,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            moe_intermediate_size=48,
+            n_group=1,
+            topk_group=1,
+            tie_word_embeddings=False,
+        ),
+    ),
     "longcat-flash": (
         "longcat_flash",
         _LATENT
@@ -182,6 +201,19 @@ FURTHER_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             n_routed_experts=8,
             num_experts_per_tok=2,
             moe_intermediate_size=48,
+        ),
+    ),
+    "olmo-hybrid": (
+        "olmo_hybrid",
+        dict(
+            num_hidden_layers=4,  # three layers with a state, then one with attention
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            linear_num_key_heads=4,
+            linear_num_value_heads=8,
+            linear_key_head_dim=16,
+            linear_value_head_dim=32,
+            rope_parameters=dict(rope_type="default", rope_theta=10000.0),
         ),
     ),
     "qwen3-next": ("qwen3_next", _DELTA_NET_EXPERTS | dict(mlp_only_layers=[1])),

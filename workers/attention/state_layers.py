@@ -6,6 +6,7 @@ checks the rest of the model.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,10 +92,16 @@ class _TokenwiseForward:
 
     def __call__(self, hidden_states: Tensor, *others: Any, **ignored: Any) -> Tensor:
         module = self._module
-        names = [name for name, child in module.named_children() if name.startswith("in_proj")]
+        # q_proj, k_proj and v_proj are wide enough; the other linears of such a module may read another's output.
+        names = [name for name, _ in module.named_children() if re.fullmatch(r"in_proj.*|[qkv]_proj", name)]
         wide = torch.cat([getattr(module, name)(hidden_states) for name in names], dim=-1)
-        out: Tensor = module.out_proj(torch.tanh(wide[..., : self._size]))
+        out: Tensor = output_projection(module)(torch.tanh(wide[..., : self._size]))
         return out
+
+
+def output_projection(mixer: Any) -> Any:
+    """The last linear of a layer with a state."""
+    return mixer.o_proj if hasattr(mixer, "o_proj") else mixer.out_proj
 
 
 def _read_delta_net(module: Any) -> DeltaNetSpec:
@@ -105,6 +112,18 @@ def _read_delta_net(module: Any) -> DeltaNetSpec:
         key_dim=module.head_k_dim,
         value_dim=module.head_v_dim,
         conv_size=module.conv_kernel_size,
+    )
+
+
+def _read_kimi_delta_net(module: Any) -> DeltaNetSpec:
+    return DeltaNetSpec(
+        layer=module.layer_idx,
+        key_heads=module.num_heads,
+        value_heads=module.num_heads,
+        key_dim=module.head_dim,
+        value_dim=module.head_dim,
+        conv_size=module.conv_kernel_size,
+        has_channel_decays=True,
     )
 
 
@@ -146,7 +165,11 @@ def _norm_size(mixer: Any) -> int:
 
 # By the class of transformers' module.
 _READERS: Final[Mapping[str, Callable[[Any], StateSpec]]] = {
-    **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _read_delta_net),
+    **dict.fromkeys(
+        ("OlmoHybridGatedDeltaNet", "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
+        _read_delta_net,
+    ),
+    "KimiLinearDeltaAttention": _read_kimi_delta_net,
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _read_short_conv),
     **dict.fromkeys(
         ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer"),

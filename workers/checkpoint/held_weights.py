@@ -29,7 +29,7 @@ _EMBEDDINGS: Final = ("model.embed_tokens.weight", "transformer.wte.weight")
 UNQUANTISED: Final = frozenset(
     (
         "lm_head", "embed_out", "gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba",
-        "x_proj", "dt_proj",
+        "x_proj", "dt_proj", "a_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj",
     )
 )  # fmt: skip
 _MTP: Final = re.compile(r"(.+\.)?mtp[._]")  # layers for multi-token prediction, which are not loaded

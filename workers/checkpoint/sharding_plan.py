@@ -186,17 +186,27 @@ def _shard_delta_net(
         "in_proj_qkvz.weight": (0, 2 * keys + 2 * values, (part(2 * k + 2 * v),)),
         "in_proj_ba.weight": (0, 2 * layer.value_heads, (part(2 * group),)),
         "conv1d.weight": (0, 2 * keys + values, channels),
-        "out_proj.weight": (1, values, (part(v),)),
-        **dict.fromkeys(("in_proj_a.weight", "in_proj_b.weight"), (0, layer.value_heads, (part(group),))),
+        **dict.fromkeys(("q_proj.weight", "k_proj.weight"), (0, keys, (part(k),))),
+        **dict.fromkeys(("v_proj.weight", "g_proj.weight", "g_b_proj.weight"), (0, values, (part(v),))),
+        **dict.fromkeys(("out_proj.weight", "o_proj.weight"), (1, values, (part(v),))),
+        **dict.fromkeys(
+            (f"{name}.weight" for name in ("in_proj_a", "in_proj_b", "a_proj", "b_proj")),
+            (0, layer.value_heads, (part(group),)),
+        ),
         **dict.fromkeys(("A_log", "dt_bias"), (0, layer.value_heads, (part(group),))),
+        "forget_gate.A_log": (2, layer.value_heads, (part(group),)),
+        **dict.fromkeys(("forget_gate.f_b_proj.weight", "forget_gate.dt_bias"), (0, keys, (part(k),))),
     }
+    # Every rank has the bottlenecks of gates and decays, and the norm over one head.
+    whole = {"g_a_proj.weight", "forget_gate.f_a_proj.weight"}
     for name in [name for name in shapes if name.startswith(f"{module}.")]:
         leaf, shape = name.removeprefix(f"{module}."), shapes[name]
         if leaf in ranges and shape[ranges[leaf][0]] == ranges[leaf][1]:
             plan.slices[name] = TensorSlice(ranges[leaf][0], ranges[leaf][2])
-        elif leaf != "norm.weight" or shape != (layer.value_dim,):  # a norm over one head is the same on every rank
+        elif leaf not in whole and (leaf not in ("norm.weight", "o_norm.weight") or shape != (layer.value_dim,)):
             raise InvalidModel(f"{name} {list(shape)} is not a tensor that we can split by heads; serve it with tp 1")
-    plan.roles[f"{module}.out_proj"] = ParallelRole.ROW
+    output = "o_proj" if f"{module}.o_proj.weight" in shapes else "out_proj"
+    plan.roles[f"{module}.{output}"] = ParallelRole.ROW
 
 
 def _shard_mamba(plan: ShardingPlan, shapes: dict[str, Shape], module: str, layer: MambaSpec, shard: TpShard) -> None:

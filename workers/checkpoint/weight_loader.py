@@ -280,7 +280,8 @@ def _plan_reads(target: _Target, checkpoint: Checkpoint, slices: dict[str, Tenso
         if keys and part.dim in joined_dims:  # each source has a range of the concatenated dimension
             stop = start + checkpoint.entries[keys[0]].shape[source_dim]
             local, start = part.intersect(start, stop), stop
-        reads += [_Read(key, pattern, TensorSlice(source_dim, local.ranges)) for key in keys]
+        if local.ranges:  # a source may have only rows of other ranks
+            reads += [_Read(key, pattern, TensorSlice(source_dim, local.ranges)) for key in keys]
     return reads, False
 
 

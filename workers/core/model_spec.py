@@ -97,7 +97,8 @@ class StateSpec(ABC):
 class DeltaNetSpec(StateSpec):
     """One gated delta net. A key head serves value_heads / key_heads consecutive value heads.
 
-    `conv_size`: tokens that the convolution before the recurrence reads.
+    `conv_size`: tokens that the convolution before the recurrence reads. `has_channel_decays`: each channel of a key
+    has its own decay (Kimi Delta Attention), and projections over a bottleneck of `value_dim` give decays and gates.
     """
 
     key_heads: int
@@ -105,6 +106,7 @@ class DeltaNetSpec(StateSpec):
     key_dim: int
     value_dim: int
     conv_size: int
+    has_channel_decays: bool = False
 
     @property
     def conv_channels(self) -> int:

@@ -27,7 +27,7 @@ from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul_for_linear
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
-from coatcheck.workers.attention.state_layers import StateLayer
+from coatcheck.workers.attention.state_layers import StateLayer, output_projection
 from coatcheck.workers.core.model_spec import DeltaNetSpec
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.lora.attach_adapters import LoraTarget
@@ -63,9 +63,8 @@ class DecoderLayer:
         computes, and whose output the second half adds.
         """
         self.shortcut_to_start, self.shortcut_to_add = shortcut_to_start, shortcut_to_add
-        has_state = isinstance(spec, StateLayer)
-        attention = layer.linear_attn if has_state else layer.self_attn
-        projection = attention.out_proj if has_state else attention.o_proj
+        attention = layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn
+        projection = output_projection(attention)
         self.output, self.reduce = pack_row_parallel(projection, batch_invariant=batch_invariant)
         self.first_norm = read_norm(layer.input_layernorm, family)
         self.attention_norm = self.mlp_norm = None

@@ -31,14 +31,15 @@ from coatcheck.workers.model.decoder_layer import (
 )
 from coatcheck.workers.model.multi_head_attention import Family, RotaryTables, read_norm
 from coatcheck.workers.model.parallel_layers import add_and_norm
-from coatcheck.workers.model.rope import CosSinTable
+from coatcheck.workers.model.rope import CosSinTable, rotary_module
 from coatcheck.workers.model.shortcut_experts import halves_of, has_halves
 from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, is_known_block
 
 # Model types with latent attention (MLA).
-LATENT_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "youtu")
+LATENT_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash", "youtu")
 # Model types with gated delta nets in most layers and attention in the others.
-HYBRID_TYPES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+_QWEN_HYBRIDS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+HYBRID_TYPES = ("kimi_linear", *_QWEN_HYBRIDS)
 # By transformers' model_type. Tests check that their decoder layers compute what DecoderLayer computes.
 _FAMILIES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "phi3"), Family()),
@@ -46,7 +47,7 @@ _FAMILIES = {
     **dict.fromkeys(LATENT_TYPES, Family()),
     "mimo_v2_flash": Family(),
     "gpt_oss": Family(has_half_tables=True),
-    **dict.fromkeys(HYBRID_TYPES, Family(norm_offset=1.0)),
+    **dict.fromkeys(_QWEN_HYBRIDS, Family(norm_offset=1.0)),
     **dict.fromkeys(("gemma2", "gemma3_text"), Family(norm_offset=1.0, has_post_norms=True)),
 }
 
@@ -74,7 +75,7 @@ class FusedBody:
         self._token_sharded_layer = token_sharded_layer
         self._cache_indices = tuple(cache_indices)
         self.embed_tokens = base.embed_tokens
-        self.rotary = base.rotary_emb
+        self.rotary = rotary_module(base)
         self._dtype = next(base.embed_tokens.parameters()).dtype
         self.norm = norm
         self.lora_step = LoraStep()
@@ -181,6 +182,11 @@ def is_fusable(model: PreTrainedModel) -> bool:
     return all(hasattr(mlp, "down_proj") or is_known_block(mlp) for mlp in mlps)
 
 
+def computes_delta_nets(model: PreTrainedModel) -> bool:
+    """Whether LinearAttention computes the model's gated delta nets: in DecoderLayers, or in transformers' layers."""
+    return is_fusable(model) or (model.config.model_type == "olmo_hybrid" and activation_name(model.config) == "silu")
+
+
 def fuse(
     model: PreTrainedModel,
     layers: Sequence[AttentionLayer],
@@ -201,7 +207,8 @@ def fuse(
     mixers: list[AttentionLayer | StateLayer] = [*layers, *states]  # in the order of LayerCaches
     state_indices = [(state.spec.layer, len(layers) + i) for i, state in enumerate(states)]
     cache_indices = interleave(range(len(layers)), state_indices)
-    rope_types = config.layer_types if isinstance(base.rotary_emb.rope_type, dict) else [None] * len(mixers)
+    rope_type = getattr(rotary_module(base), "rope_type", None)
+    rope_types = config.layer_types if isinstance(rope_type, dict) else [None] * len(mixers)
     fused: list[DecoderLayer] = []
     for index, module in enumerate(base.layers):
         halves = halves_of(module, batch_invariant=batch_invariant) if has_halves(module) else [(module, None, None)]
@@ -218,7 +225,7 @@ def fuse(
             fused.append(layer)
         base.layers[index] = nn.Identity()  # frees this layer's unpacked weights before the next layer is packed
     norm = read_norm(base.norm, family)
-    token_sharded_layer = layers[0] if layers[0].token_shards > 1 else None
+    token_sharded_layer = next((layer for layer in layers if layer.token_shards > 1), None)
     return FusedBody(
         base,
         fused,

@@ -1,14 +1,17 @@
 """Layers that keep a state. Gated delta nets are part of DecoderLayer; other kinds stay in transformers' own layers.
 
 LinearAttention is called as MultiHeadAttention is. It has two linears: one for q, k, v and z, one for the b and a of
-each value head. The four linears of Qwen3.5 are merged into these two. Qwen3-Next has the same two, with their rows
-grouped by key head. The rows are reordered here.
+each value head. The four linears of Qwen3.5 and the six of OLMo Hybrid are merged into these two. Qwen3-Next has the
+same two, with their rows grouped by key head. The rows are reordered here. Kimi Linear computes z and a over a
+bottleneck each, so it has four linears.
 
 `adapt_state_layer` replaces the forward of transformers' short convolution (LFM2), Mamba-2 or Mamba mixer. The module's
-projections stay. Between them our kernels compute all tokens of a step, each sequence with the state in its slot.
+projections stay. Between them our kernels compute all tokens of a step, each sequence with the state in its slot. The
+gated delta nets of OLMo Hybrid, whose other layers DecoderLayer does not compute, become LinearAttention there.
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,23 +35,25 @@ class LinearAttention:
 
     def __init__(self, module: Any, spec: DeltaNetSpec, *, batch_invariant: bool) -> None:
         """`module`: transformers' gated delta net with this rank's weights. `spec`: with this rank's heads."""
-        if hasattr(module, "in_proj_qkvz"):
-            self._qkvz = pack_reordered(module.in_proj_qkvz, _qkvz_rows(spec), batch_invariant=batch_invariant)
-            self._ba = pack_reordered(module.in_proj_ba, _ba_rows(spec), batch_invariant=batch_invariant)
+        self._projections: _Projections | _BottleneckProjections
+        if spec.has_channel_decays:
+            self._projections = _BottleneckProjections(module, batch_invariant=batch_invariant)
         else:
-            self._qkvz = pack_merged(
-                module, "in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), batch_invariant=batch_invariant
-            )
-            self._ba = pack_merged(module, "in_proj_ba", ("in_proj_b", "in_proj_a"), batch_invariant=batch_invariant)
+            self._projections = _Projections(module, spec, batch_invariant=batch_invariant)
+        norm = module.o_norm if hasattr(module, "o_norm") else module.norm
+        decay = module.forget_gate if spec.has_channel_decays else module
+        dt_bias = decay.dt_bias.detach()
         self._net = GatedDeltaNet(
             conv=module.conv1d.weight.detach().squeeze(1),
-            a_log=module.A_log.detach(),
-            dt_bias=module.dt_bias.detach(),
-            norm=module.norm.weight.detach(),
-            eps=module.norm.variance_epsilon,
+            a_log=decay.A_log.detach().flatten(),
+            dt_bias=dt_bias.view(spec.value_heads, spec.key_dim) if spec.has_channel_decays else dt_bias,
+            norm=norm.weight.detach(),
+            eps=norm.variance_epsilon,
             key_heads=spec.key_heads,
             key_dim=spec.key_dim,
             batch_invariant=batch_invariant,
+            beta_scale=2.0 if getattr(module, "allow_neg_eigval", False) else 1.0,
+            has_sigmoid_gate=getattr(norm, "activation", "silu") == "sigmoid",
         )
 
     def __call__(
@@ -63,11 +68,48 @@ class LinearAttention:
         are computed, because the state needs them. `rotary` is not used."""
         assert metadata.state_slots is not None, "the step of a hybrid model has slots"
         rows = StateRows(metadata.state_slots, metadata.seq_lens, metadata.cu_seqlens_q, metadata.max_query_len)
-        out = self._net(self._qkvz(x), self._ba(x), state, rows)
+        out = self._net(*self._projections(x), state, rows)
         return out if logits_indices is None else out[logits_indices.tokens]
 
     def linears(self) -> list[PackedLinear]:
-        return [self._qkvz, self._ba]
+        return self._projections.linears
+
+
+class _Projections:
+    """x [T, hidden] -> qkvz and ba, by one linear each. gated_delta_net.py has their columns."""
+
+    def __init__(self, module: Any, spec: DeltaNetSpec, *, batch_invariant: bool) -> None:
+        if hasattr(module, "in_proj_qkvz"):
+            self._qkvz = pack_reordered(module.in_proj_qkvz, _qkvz_rows(spec), batch_invariant=batch_invariant)
+            self._ba = pack_reordered(module.in_proj_ba, _ba_rows(spec), batch_invariant=batch_invariant)
+        else:
+            is_olmo = hasattr(module, "g_proj")
+            qkvz = ("q_proj", "k_proj", "v_proj", "g_proj") if is_olmo else ("in_proj_qkv", "in_proj_z")
+            ba = ("b_proj", "a_proj") if is_olmo else ("in_proj_b", "in_proj_a")
+            self._qkvz = pack_merged(module, "in_proj_qkvz", qkvz, batch_invariant=batch_invariant)
+            self._ba = pack_merged(module, "in_proj_ba", ba, batch_invariant=batch_invariant)
+        self.linears = [self._qkvz, self._ba]
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self._qkvz(x), self._ba(x)
+
+
+class _BottleneckProjections:
+    """As _Projections, for Kimi Linear: z and a have two linears each, the first of which are merged with that of b."""
+
+    def __init__(self, module: Any, *, batch_invariant: bool) -> None:
+        gate = module.forget_gate
+        first = SimpleNamespace(f_a_proj=gate.f_a_proj, g_a_proj=module.g_a_proj, b_proj=module.b_proj)
+        self._sizes = [linear.weight.shape[0] for linear in vars(first).values()]
+        self._qkv = pack_merged(module, "qkv_proj", ("q_proj", "k_proj", "v_proj"), batch_invariant=batch_invariant)
+        self._first = pack_merged(first, "fgb_proj", tuple(vars(first)), batch_invariant=batch_invariant)
+        self._a = PackedLinear(gate.f_b_proj.weight, batch_invariant=batch_invariant)
+        self._z = PackedLinear(module.g_b_proj.weight, batch_invariant=batch_invariant)
+        self.linears = [self._qkv, self._first, self._a, self._z]
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        f, g, b = (part.contiguous() for part in self._first(x).split_with_sizes(self._sizes, dim=1))
+        return torch.cat((self._qkv(x), self._z(g)), dim=1), torch.cat((b, self._a(f)), dim=1)
 
 
 def _qkvz_rows(spec: DeltaNetSpec) -> list[Range]:
@@ -96,11 +138,14 @@ def adapt_state_layer(module: Any, spec: StateSpec, cache_index: int, *, batch_i
     if isinstance(spec, MambaSpec):
         module.forward = _MambaForward(module, spec, cache_index)
         return
+    if isinstance(spec, DeltaNetSpec):
+        module.forward = _DeltaNetForward(module, spec, cache_index, batch_invariant=batch_invariant)
+        return
     mixer: ShortConv | Mamba2
     if isinstance(spec, ShortConvSpec):
         mixer = ShortConv(_read_convolution(module.conv), batch_invariant=batch_invariant)
     else:
-        assert isinstance(spec, Mamba2Spec), "prepare_model leaves gated delta nets to fusion.py"
+        assert isinstance(spec, Mamba2Spec)
         mixer = _read_mamba2(module, spec, batch_invariant=batch_invariant)
     module.forward = _MixerForward(module, mixer, cache_index)
 
@@ -122,6 +167,26 @@ class _MixerForward:
         if self._factors is not None:
             wide = wide * self._factors
         out: Tensor = self._module.out_proj(self._mixer(wide[0], state, rows)[None])
+        return out
+
+
+class _DeltaNetForward:
+    """[1, T, hidden] -> [1, T, hidden] of a gated delta net with an `o_proj`. Its other linears become children of
+    `module` with the name `projections`. `cache_index`: the index of the state in LayerCaches."""
+
+    def __init__(self, module: Any, spec: DeltaNetSpec, cache_index: int, *, batch_invariant: bool) -> None:
+        self._module, self._cache_index = module, cache_index
+        self._net = LinearAttention(module, spec, batch_invariant=batch_invariant)
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and name != "o_proj":
+                delattr(module, name)
+        module.projections = nn.ModuleList(self._net.linears())
+
+    def __call__(self, hidden_states: Tensor, *others: Any, **ignored: Any) -> Tensor:
+        step = current_step()
+        state = step.layer_caches[self._cache_index]
+        assert isinstance(state, RecurrentState)
+        out: Tensor = self._module.o_proj(self._net(hidden_states[0], None, step.metadata, state, None)[None])
         return out
 
 

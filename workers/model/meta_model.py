@@ -30,7 +30,7 @@ from coatcheck.workers.checkpoint.sharding_plan import ShardingPlan, plan_shardi
 from coatcheck.workers.checkpoint.text_tower import text_fields, text_model_type
 from coatcheck.workers.core.model_spec import DeltaNetSpec
 from coatcheck.workers.distributed.tp_shard import TpShard
-from coatcheck.workers.model.fusion import LATENT_TYPES, is_fusable
+from coatcheck.workers.model.fusion import LATENT_TYPES, computes_delta_nets, is_fusable
 from coatcheck.workers.model.latent_attention import latent_projections
 from coatcheck.workers.model.lm_head import probe_head
 from coatcheck.workers.model.model_rules import (
@@ -57,7 +57,7 @@ from coatcheck.workers.model.sparse_mlp import (
 _PROBED_LENGTH: Final = 4096
 # Names of linears, apart from attention, that can have LoRA adapters: in fused models, and in others.
 _FUSED_MLP: Final = re.compile(r".+\.layers\.\d+\.mlp\.(gate_proj|up_proj|gate_up_proj|down_proj)")
-_ANY_MLP: Final = re.compile(r".+\.(layers|h|blocks)\.\d+\.\w+\.\w+")
+_ANY_MLP: Final = re.compile(r".+\.(layers|h|blocks)\.\d+\.(?!linear_attn\.)\w+\.\w+")
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -334,7 +334,7 @@ def _check_mixers(causal: Any, layers: list[AttentionLayer], states: list[StateL
     """Raise InvalidModel for latent attention or a layer with a state that no kernel computes."""
     config = causal.config
     check_convolutions(config.model_type, [state.spec for state in states])
-    if any(isinstance(state.spec, DeltaNetSpec) for state in states) and not is_fusable(causal):
+    if any(isinstance(state.spec, DeltaNetSpec) for state in states) and not computes_delta_nets(causal):
         raise InvalidModel(
             f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: gated delta nets are served "
             "with silu; set hidden_act, if config.json is wrong"

@@ -47,6 +47,24 @@ class CosSinTable:
         return self._cos[positions], self._sin[positions]
 
 
+class NoRotation:
+    """Stands for the rotary module of a latent attention without positions (kimi_linear): rotating by its tables
+    changes no bit. `dim`: elements of a rotary key."""
+
+    def __init__(self, dim: int) -> None:
+        self._dim = dim
+
+    def __call__(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [1, T] -> cos and sin, each [1, T, dim], with the dtype of `like`."""
+        cos = like.new_ones((*positions.shape, self._dim))
+        return cos, torch.zeros_like(cos)
+
+
+def rotary_module(base: Any) -> Any:
+    """The module that computes cos and sin for the layers of transformers' base model."""
+    return base.rotary_emb if hasattr(base, "rotary_emb") else NoRotation(base.config.qk_rope_head_dim)
+
+
 def choose_max_model_len(config: Any, requested: int | None) -> int:
     """See resolve_max_model_len. Raises InvalidModel if the config has no max_position_embeddings."""
     trained = getattr(config, "max_position_embeddings", None)

@@ -308,8 +308,9 @@ def _top_k(block: Any) -> int:
 _BLOCKS = frozenset(
     {
         "AXK1MoE", "DeepseekV2Moe", "DeepseekV3MoE", "Dots1MoE", "Glm4MoeLiteMoE", "Glm4MoeMoE", "GptOssMLP",
-        "JambaSparseMoeBlock", "LongcatFlashMoE", "MiMoV2FlashMoE", "MixtralSparseMoeBlock", "OlmoeSparseMoeBlock",
-        "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock", "Qwen3NextSparseMoeBlock", "Qwen3_5MoeSparseMoeBlock",
+        "JambaSparseMoeBlock", "KimiLinearMoE", "LongcatFlashMoE", "MiMoV2FlashMoE", "MixtralSparseMoeBlock",
+        "OlmoeSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock", "Qwen3NextSparseMoeBlock",
+        "Qwen3_5MoeSparseMoeBlock",
     }
 )  # fmt: skip
 _SHARED = ("shared_expert", "shared_experts")
@@ -379,6 +380,7 @@ _ROUTERS: dict[str, tuple[Callable[[Any], Routing], bool]] = {
             "DeepseekV3TopkRouter",
             "Dots1TopkRouter",
             "Glm4MoeLiteTopkRouter",
+            "KimiLinearTopkRouter",
             "Glm4MoeTopkRouter",
             "MiMoV2FlashTopkRouter",
         ),

@@ -21,6 +21,8 @@ _MAX_LAYERS_SHARED: Final = 12
 _HEAD_DIM: Final = 16
 _INNER_SIZE: Final = 96
 _EXPERT_SIZE: Final = 32
+_LINEAR_HEADS: Final = 4
+_LINEAR_DIM: Final = 32
 
 _LAYER_COUNTS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _TOWER_LAYER_COUNTS: Final = (*_LAYER_COUNTS, "num_blocks")  # the last: phi4_multimodal's audio tower
@@ -33,9 +35,11 @@ _LIMITS: Final = tuple(
     (re.compile(pattern), limit)
     for pattern, limit in (
         (r"(sliding_)?window(_size)?|sliding_window_size|local_attention(_window)?|attention_window", SLIDING_WINDOW),
-        (r"max_position_embeddings|n_positions|n_ctx|max_sequence_length|max_seq_len", MAX_POSITIONS),
+        (r"max_position_embeddings|model_max_length|n_positions|n_ctx|max_sequence_length|max_seq_len", MAX_POSITIONS),
         (r"original_max_position_embeddings", 32),
         (r"floor_scale", 8),  # llama4's attention depends on position // floor_scale
+        (r"linear_num_heads", _LINEAR_HEADS),
+        (r"linear_head_dim", _LINEAR_DIM),
         (r"attention_chunk_size", sys.maxsize),  # chunks are served only if the context fits in one
         (r"vocab_size.*", VOCAB_SIZE),
         (r"(num|n|moe_num)_(local_|routed_)?experts", 8),
@@ -142,6 +146,8 @@ class _Shrinker:
                 return self._rope(value)
             if name == "per_layer_config":
                 return {layer: self._fields(fields) for layer, fields in value.items() if int(layer) < self.layers}
+            if name == "linear_attn_config":  # kimi_linear's, whose fields have the names of other fields
+                return value | dict(num_heads=_LINEAR_HEADS, head_dim=_LINEAR_DIM)
             # The config of a part that is not computed for text, such as a vision tower.
             return {inner: 1 if inner in _TOWER_LAYER_COUNTS else number for inner, number in value.items()}
         if isinstance(value, list | tuple):

@@ -117,6 +117,8 @@ def test_a_state_that_gpus_do_not_compute_is_noted(tmp_path: Path) -> None:
     "arch",
     [
         "jamba",
+        "kimi-linear",
+        "olmo-hybrid",
         "qwen3-next",
         "qwen3.5",
         "qwen3.5-moe",

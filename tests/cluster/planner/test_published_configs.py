@@ -57,6 +57,38 @@ HUNYUAN_MOE: dict[str, Any] = dict(
 )
 
 
+KIMI_LINEAR: dict[str, Any] = dict(
+    model_type="kimi_linear",
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=27,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    kv_lora_rank=512,
+    q_lora_rank=None,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    linear_attn_config=dict(
+        full_attn_layers=[4, 8, 12, 16, 20, 24, 27],
+        kda_layers=[n for n in range(1, 27) if n % 4],
+        head_dim=128,
+        num_heads=32,
+        short_conv_kernel_size=4,
+    ),
+    first_k_dense_replace=1,
+    num_experts=256,
+    num_experts_per_token=8,
+    num_shared_experts=1,
+    moe_intermediate_size=1024,
+    moe_layer_freq=1,
+    model_max_length=1048576,
+    tie_word_embeddings=False,
+    vocab_size=163840,
+    dtype="bfloat16",
+)
+
+
 def size(directory: Path, base: dict[str, Any], **settings: Any) -> Sizing:
     return Sizing.of(PlanSettings(model=write_config(directory, base), gpu_memory=2.0**42, **settings))
 
@@ -69,10 +101,14 @@ def test_a_list_of_attention_types_that_are_all_full(tmp_path: Path) -> None:
 
 
 def test_layers_with_linear_attention_beside_latents(tmp_path: Path) -> None:
-    """Kimi Linear is refused: three of four of its layers store no latents."""
-    linear = DEEPSEEK | {"model_type": "kimi_linear", "linear_attn_config": {"kda_layers": [1, 2, 3]}}
+    """Three of four layers of Kimi Linear store no latents, but a state. Its config.json counts layers from 1."""
+    sizing = size(tmp_path, KIMI_LINEAR, concurrency=1)
+    assert sizing.cache.whole.bytes_per_token == 7 * (512 + 64) * 2
+    assert sizing.rank_state_bytes == 20 * (3 * 3 * 32 * 128 * 2 + 32 * 128 * 128 * 4)
+    assert sizing.rank_weights.total == pytest.approx(48e9, rel=0.03)
+    assert sizing.rank_weights.experts_per_token == 8
     with pytest.raises(InvalidModel, match="config.json has linear_attn_config, so some layers keep state"):
-        size(tmp_path, linear)
+        size(tmp_path, DEEPSEEK | {"linear_attn_config": {"kda_layers": [1, 2, 3]}})
 
 
 def test_a_text_config_without_the_defaults_of_its_class(tmp_path: Path) -> None:

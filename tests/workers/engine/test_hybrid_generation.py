@@ -41,7 +41,9 @@ DRAWN = SamplingParams(max_tokens=40, seed=7, ignore_eos=True, temperature=0.9, 
 Make = Callable[..., Engine]
 
 
-@pytest.fixture(scope="module", params=["jamba", "mamba", "qwen3-next", "qwen3.5", "qwen3.5-moe"])
+@pytest.fixture(
+    scope="module", params=["jamba", "kimi-linear", "mamba", "olmo-hybrid", "qwen3-next", "qwen3.5", "qwen3.5-moe"]
+)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(request.param, tmp_path_factory.mktemp("hybrid"))
 

@@ -25,9 +25,9 @@ LONGROPE_LENGTHS = (50, 34, 40)
 _SAMPLE = {
     2: (
         *("llama", "gemma2", "qwen3", "mixtral", "deepseek-v2-groups", "deepseek-v3-halves", "longcat-flash"),
-        *("jamba", "mamba"),
+        *("jamba", "kimi-linear", "mamba"),
     ),
-    4: ("qwen2", "phi3", "olmo2", "deepseek-v2", "deepseek-v3", "axk1", "falcon-mamba", "mimo-v2-flash"),
+    4: ("qwen2", "phi3", "olmo2", "deepseek-v2", "deepseek-v3", "axk1", "falcon-mamba", "mimo-v2-flash", "olmo-hybrid"),
 }
 CASES = [
     pytest.param(arch, tp, marks=() if tp == 1 or arch in _SAMPLE[tp] else pytest.mark.full, id=f"{arch}-tp{tp}")
@@ -41,6 +41,7 @@ _DIVIDED: dict[int, dict[str, tuple[bool, str]]] = {
     2: {
         "axk1": (True, "tokens"),
         "glm4-moe-lite": (True, "replicate"),
+        "kimi-linear": (True, "tokens"),
         "longcat-flash": (True, "tokens"),
         "mimo-v2-flash": (True, "replicate"),
         "youtu": (False, "tokens"),
@@ -48,6 +49,7 @@ _DIVIDED: dict[int, dict[str, tuple[bool, str]]] = {
     4: {
         "axk1": (False, "tokens"),
         "glm4-moe-lite": (True, "tokens"),
+        "kimi-linear": (False, "tokens"),
         "longcat-flash": (True, "replicate"),
         "mimo-v2-flash": (True, "replicate"),
         "youtu": (False, "tokens"),
