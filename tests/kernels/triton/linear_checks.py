@@ -97,8 +97,11 @@ _ROUNDING = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 def alone(dtype: torch.dtype) -> None:
     """With `batch_invariant` a row has the same bits alone and among others, also if separate programs compute units of
     its columns beside few rows, and one program all of them beside many. Small groups are dequantised."""
-    for kind, depth, group in ((CodeKind.INT4, 96, 32), (CodeKind.INT4, 1200, 32), (CodeKind.INT8, 1200, 1200)):
-        linear = PackedLinear(random_weight(kind, 40, depth, group, dtype), batch_invariant=True)
+    for kind, depth, group, zeros in (
+        (CodeKind.INT4, 96, 32, None), (CodeKind.INT4, 1200, 32, None), (CodeKind.INT8, 1200, 1200, None),
+        (CodeKind.INT4, 1280, 16, torch.float32),
+    ):  # fmt: skip
+        linear = PackedLinear(random_weight(kind, 40, depth, group, dtype, zeros=zeros), batch_invariant=True)
         x = torch.randn(WARM_UP_ROWS[-1], depth).to(dtype)
         whole = linear(x)
         for part in (slice(3, 4), slice(50, 70)):
