@@ -66,7 +66,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # gRPC reads this when it is imported. Its default level prints a line for each server that ends.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    from coatcheck.cluster.local.early_process import start_early_process
+    from coatcheck.cluster.early_process import start_early_process
 
     start_early_process(sys.argv[1:])
     from coatcheck.cluster.command import EXIT_USAGE, fail

@@ -4,7 +4,7 @@
 
 reads a RankStart from the socket FD and serves. It answers the message "progress" with its RankProgress. The message
 "stop" ends its group. An error that ends the rank is sent to the parent. When the parent ends, this process ends.
-With `early` it imports its libraries before it reads (see cluster/local/early_process.py).
+With `early` it imports its libraries before it reads (see cluster/early_process.py).
 """
 
 import ctypes

@@ -12,8 +12,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, Self
 
-from coatcheck.cluster.local.early_process import COMMAND, take_early_process
+from coatcheck.cluster.early_process import COMMAND, EarlyProcess, take_early_process
 from coatcheck.workers.core.rank_progress import RankProgress
+from coatcheck.workers.host.process_setup import divide_cores
 from coatcheck.workers.rank_process import RankStart
 
 _READ_SECONDS: Final = 1.0
@@ -40,7 +41,7 @@ class ChildRank:
     def start(cls, start: RankStart, log: Path, environment: Mapping[str, str]) -> Self:
         """Start the process, or take the early one. `environment`: variables that the rank has in addition to those of
         this process."""
-        if not environment and (early := take_early_process(start)):
+        if early := _take_early_process(start):
             child = cls(early.process, early.connection, log)
             child.send(replace(start, listener=None, log=str(log)))
             return child
@@ -114,3 +115,15 @@ async def wait_until_ended(ranks: Sequence[ChildRank], seconds: float) -> bool:
     if ranks:
         await asyncio.wait([rank.exit for rank in ranks], timeout=seconds)
     return all(rank.exit.done() for rank in ranks)
+
+
+def _take_early_process(start: RankStart) -> EarlyProcess | None:
+    """The early process, if the rank of `start` may run in it. Otherwise it is ended."""
+    early = take_early_process()
+    if early is None:
+        return None
+    is_alone = start.ranks_on_host == 1 and start.config.device == "cpu"
+    if is_alone and divide_cores(start.config.threads, 1) == divide_cores(0, 1):
+        return early
+    early.end()
+    return None

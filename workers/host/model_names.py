@@ -85,12 +85,13 @@ class _Finder(MetaPathFinder):
 
     def _list_names(self, path: str | os.PathLike[str], prefix: str | None = None) -> Names:
         """As transformers' function: the names below `path`, a folder or a file of it. `prefix`: of the modules."""
-        assert self._module is not None and self._function is not None
+        list_names = self._function
+        assert self._module is not None and list_names is not None
         models = Path(self._module.__file__ or "").parents[1] / "models"
         if Path(path) not in (models, models / "__init__.py"):
-            return self._function(path, prefix)
+            return list_names(path, prefix)
         if self._names is None:
-            self._names = read_names(models, lambda: self._function(models))
+            self._names = read_names(models, lambda: list_names(models))
         return {
             packages: {f"{prefix}.{module}" if prefix else module: set(names) for module, names in modules.items()}
             for packages, modules in self._names.items()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
-from coatcheck.cluster.local import early_process
+from coatcheck.cluster import early_process
+from coatcheck.cluster.early_process import EarlyProcess, start_early_process
 from coatcheck.cluster.local.child_rank import ChildRank
-from coatcheck.cluster.local.early_process import EarlyProcess, start_early_process
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.rank_process import RankStart
 from tests.cluster.running_server import coatcheck, until

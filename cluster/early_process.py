@@ -5,7 +5,7 @@
 
 serve needs 1 s until it can start ranks, and a rank then imports its libraries for 3 s. torch reads its number of
 threads from the environment when it is imported. So the process assumes one rank on this host, which has all cores. If
-the settings say otherwise, `take_early_process` ends the process, and all ranks are started as usual.
+the settings say otherwise, ChildRank ends the process and starts all ranks as usual.
 """
 
 import subprocess
@@ -15,10 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from coatcheck.workers.rank_process import RankStart
+from typing import Final
 
 # The arguments of a rank's process before the number of its socket.
 COMMAND: Final = (sys.executable, "-P", "-m", "coatcheck.workers.rank_process")
@@ -31,6 +28,11 @@ class EarlyProcess:
 
     process: "subprocess.Popen[bytes]"
     connection: Connection
+
+    def end(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
 
 
 _processes: Final[list[EarlyProcess]] = []  # at most one, which nobody has taken
@@ -53,17 +55,7 @@ def start_early_process(arguments: Sequence[str]) -> None:
         _processes.append(EarlyProcess(process, ours))
 
 
-def take_early_process(start: "RankStart") -> EarlyProcess | None:
-    """The process, if it runs and the rank of `start` may run in it. Otherwise the process is ended."""
-    from coatcheck.workers.host.process_setup import divide_cores
-
-    if not _processes:
-        return None
-    early = _processes.pop()
-    is_alone = start.ranks_on_host == 1 and start.config.device == "cpu"
-    if is_alone and divide_cores(start.config.threads, 1) == divide_cores(0, 1) and early.process.poll() is None:
-        return early
-    early.connection.close()
-    early.process.kill()
-    early.process.wait()
-    return None
+def take_early_process() -> EarlyProcess | None:
+    """The process, if one was started and still runs. The next call returns None."""
+    early = _processes.pop() if _processes else None
+    return early if early is not None and early.process.poll() is None else None
