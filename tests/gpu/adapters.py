@@ -17,13 +17,13 @@ _INT8 = replace(EXACT, most=2e-2, mean=5e-3)
 
 
 def names(whole: bool) -> list[str]:
-    return ["llama", "llama int8", "phi3", "olmo2", "lfm2"]
+    return ["llama", "int8 llama", "phi3", "olmo2", "lfm2"]
 
 
 def run(name: str, device: torch.device, folder: Path) -> str:
     if device.type == "cpu":
         raise Skipped("CPUs have other code for adapters; tests/workers/lora checks both")
-    arch, _, quantization = name.partition(" ")
+    quantization, _, arch = name.rpartition(" ")
     base = tiny_checkpoint(arch, folder)
     write_adapter(base, folder / "all", seed=1)
     write_adapter(
