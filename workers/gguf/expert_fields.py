@@ -15,9 +15,9 @@ from coatcheck.workers.gguf.field_readers import (
 )
 from coatcheck.workers.gguf.gguf_file import GgufFile
 
-# (groups of experts, groups of which a token uses experts) by the number of experts: those of DeepSeek V2 and V3, for
-# files that were written before llama.cpp stored them.
-_GROUPS: Final = {160: (8, 3), 256: (8, 4)}
+# (groups of experts, groups of which a token uses experts) of DeepSeek V2 and V3 by their number of experts, for files
+# that were written before llama.cpp stored them. Other families have as many experts without groups: GLM-4.5 has 160.
+_DEEPSEEK_GROUPS: Final = {160: (8, 3), 256: (8, 4)}
 
 
 def mixtral(file: GgufFile) -> Fields:
@@ -126,11 +126,11 @@ def glm4_moe(file: GgufFile) -> Fields:
 
 
 def _routed_experts(file: GgufFile) -> Fields:
-    """As DeepSeek, GLM and others name them."""
+    """The fields of routed and shared experts, as DeepSeek and GLM name them."""
     if file.count("expert_count", 0) == 0:
         raise InvalidModel(f"{file.path} has no experts, which all {file.architecture} models that are served have")
     experts = file.count("expert_count")
-    groups, used = _GROUPS.get(experts, (1, 1))
+    groups, used = _DEEPSEEK_GROUPS.get(experts, (1, 1)) if file.architecture == "deepseek2" else (1, 1)
     groups, used = file.count("expert_group_count", groups), file.count("expert_group_used_count", used)
     return dict(
         n_routed_experts=experts,
@@ -156,8 +156,9 @@ def deepseek_v2(file: GgufFile) -> Fields:
 
 
 def _latent_attention(file: GgufFile) -> Fields:
-    """The fields of DeepSeek's attention. Newer files store heads of the latents, older ones those of keys and values;
-    both have the sizes of the latter."""
+    """The fields of DeepSeek's attention. Older files have the widths of keys and values as `key_length` and
+    `value_length`. Newer files have those of latents there, and the others as `key_length_mla` and `value_length_mla`.
+    """
     rotated = file.count("rope.dimension_count")
     key = file.count("attention.key_length_mla", file.count("attention.key_length"))
     value = file.count("attention.value_length_mla", file.count("attention.value_length"))

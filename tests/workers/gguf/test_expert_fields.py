@@ -1,0 +1,37 @@
+"""The fields of mixtures of experts, from metadata that lacks some of them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf.constants import GGMLQuantizationType
+
+from coatcheck.workers.gguf.families import FAMILIES
+from coatcheck.workers.gguf.gguf_file import GgufFile, GgufTensor
+
+_METADATA: dict[str, Any] = {
+    "block_count": 2, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96,
+    "attention.head_count": 4, "attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8,
+    "attention.layer_norm_rms_epsilon": 1e-5, "attention.kv_lora_rank": 32, "expert_used_count": 8,
+    "expert_feed_forward_length": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "experts", "groups"),
+    [
+        ("deepseek2", 160, (8, 3)),
+        ("deepseek2", 256, (8, 4)),
+        ("deepseek2", 64, (1, 1)),
+        ("glm4moe", 160, (1, 1)),
+        ("glm4moe", 256, (1, 1)),
+    ],
+)
+def test_groups_of_experts_that_a_file_lacks(architecture: str, experts: int, groups: tuple[int, int]) -> None:
+    """DeepSeek's are known by the number of experts. GLM-4.5 has as many experts as DeepSeek V2, and no groups."""
+    path = Path("model.gguf")
+    metadata = {f"{architecture}.{key}": value for key, value in (_METADATA | {"expert_count": experts}).items()}
+    embedding = GgufTensor("token_embd.weight", path, GGMLQuantizationType.F32, (96, 64), 0)
+    file = GgufFile(path, (path,), architecture, metadata, {embedding.name: embedding})
+    config = FAMILIES[architecture].config(file)
+    assert (config["n_group"], config["topk_group"]) == groups
