@@ -39,8 +39,8 @@ class RankStart:
     """What a rank needs to start. `listener`: the descriptor of rank 0's socket for the rendezvous, else None.
 
     `parent`: the process id of the parent. `rank_on_host` and `ranks_on_host`: see RankActor.
-    `record_base`: see Rank. `log`: the file for the output of a process that was started early; None if the process
-    has it from its parent.
+    `record_base`: see Rank. `log`: the file for the output of a process that was started early; None if the parent has
+    opened it for the process.
     """
 
     config: GroupConfig

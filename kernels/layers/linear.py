@@ -148,8 +148,8 @@ class PackedLinear(nn.Module):
 
     @property
     def input_format(self) -> RowFormat | None:
-        """The format in which an earlier kernel may give x; None: x itself. Adapters read x itself, so that a linear
-        that has some quantises x for its own product, to the same codes."""
+        """The format in which an earlier kernel may give x; None: x itself. Adapters read x itself, so a linear with
+        adapters quantises x for its own product, to the same codes."""
         return None if self.lora is not None else self.row_format
 
     @property

@@ -163,7 +163,7 @@ def norm_rotate_and_store(
     slot_mapping: Tensor,
 ) -> Tensor:  # fmt: skip
     """`rotary_and_store` of q_norm(q) and k_norm(k), with norms over each head. One kernel on a GPU if both norms have
-    the same eps and offset, and round first if that is 0."""
+    the same eps and offset, and neither has `rounds_last`."""
     shared = q_norm.eps, q_norm.offset
     rounds_last = q_norm.rounds_last or k_norm.rounds_last
     if not uses_triton(q) or rounds_last or shared != (k_norm.eps, k_norm.offset):

@@ -53,10 +53,10 @@ class GatedDeltaNet:
     """conv [channels, conv_size] and norm [value_dim] in the model's dtype, a_log [value_heads], dt_bias [value_heads],
     or [value_heads, key_dim] for a decay of each channel.
 
-    `eps`: epsilon of the gated norm. `beta_scale`: 2 lets a token turn around what the state has for its key.
-    `has_sigmoid_gate`: the gate is sigmoid(z), and only its product with the norm is rounded. `batch_invariant`: on a
-    GPU a token's bits do not depend on the rest of its step.
-    Raises LaunchRefused.
+    `eps`: epsilon of the gated norm. `beta_scale`: 2 gives betas of up to 2, with which a token may negate what the
+    state holds for its key (negative eigenvalues). `has_sigmoid_gate`: the gate is sigmoid(z), and only its product
+    with the norm is rounded. `batch_invariant`: on a GPU a token's bits do not depend on the rest of its step. Raises
+    LaunchRefused.
     """
 
     conv: Tensor

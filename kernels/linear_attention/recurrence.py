@@ -140,7 +140,7 @@ def _log_decay(a, rate, bias, mask):
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)), exact for small exp(x); NaN of NaN, which tl.minimum drops."""
+    """log(1 + exp(x)), exact for small exp(x). The last line keeps a NaN, which tl.minimum drops."""
     e = tl.exp(tl.minimum(x, 20.0))
     one = 1 + e
     softplus = tl.where(one == 1, e, tl.log(one) * (e / tl.maximum(one - 1, 1e-30)))

@@ -92,8 +92,8 @@ class SelectiveScan:
         return out
 
     def scan(self, x: Tensor, dt: Tensor, bc: Tensor, gate: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
-        """out. `x`: of `convolve`. `dt`: without its bias. Replaces the matrices in the slots of `rows`. Raises
-        LaunchRefused."""
+        """out. `x`: what `convolve` returned. `dt`: without its bias. Replaces the matrices in the slots of `rows`.
+        Raises LaunchRefused."""
         _check_scan(x, dt, bc, gate, self.conv.channels, self.state_size)
         self._check_state(x, state, rows)
         library = native.library_for(x)

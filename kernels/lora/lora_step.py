@@ -67,8 +67,8 @@ class LoraStep:
 
     @contextmanager
     def use_tiles(self, *tiles: LoraTiles) -> Iterator[None]:
-        """As `use`, for stacked adapters: of the tokens, and of those whose rows the last layer keeps, if it does not
-        keep all."""
+        """As `use`, for stacked adapters. `tiles`: those of all tokens, and those of the tokens whose rows the last
+        layer keeps, if it does not keep all."""
         self._tiles = {len(one.order): one for one in tiles}
         try:
             yield

@@ -4,12 +4,12 @@
     y      = y + shrunk @ B   float32, rounded once: `_expand`
 
 A linear has the A and B of all adapters in one tensor each, in its own dtype. A program computes a tile of rows that
-have one adapter (lora_tiles.py). The other rows are in no tile, so they keep their bits. In `_expand` x @ A^T is
-rounded to the dtype of B, for which GPUs have products; all sums are float32.
+have one adapter (lora_tiles.py). The other rows are in no tile, so they keep their bits. `_expand` rounds x @ A^T to
+the dtype of B, because matrix products of GPUs take two factors of one dtype. All sums are float32.
 
 The order of a row's sums depends on the shapes of the linear and its adapters alone. As in invariant_linear.py, the
-columns of x are divided into units, which programs compute side by side if the step has few rows, and one program
-otherwise; they are added in the same order either way.
+columns of x are divided into units. If the step has few rows, programs compute the units side by side; otherwise one
+program computes all. The units are added in the same order either way.
 
 Shapes: x [rows, depth], y [rows, features], both contiguous and of the linear's dtype.
 
@@ -37,7 +37,7 @@ from coatcheck.kernels.lora.lora_linear import LoraPart
 from coatcheck.kernels.lora.lora_step import LoraStep
 from coatcheck.kernels.lora.lora_tiles import BLOCK_M, LoraTiles, pack_tiles, view_tiles
 
-_MOST_UNITS: Final = 8  # `_expand` adds the units of a row, so many would take longer than they save
+_MOST_UNITS: Final = 8  # `_expand` adds the units of a row, so more units take it more time
 _LEAST_UNIT: Final = 512  # columns
 _SPLIT_ROWS: Final = 256  # with more rows, one program computes all units of a tile
 _BLOCK_N: Final = 128  # features of a program of `_expand`

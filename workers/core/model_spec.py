@@ -7,7 +7,7 @@ from typing import Final
 
 from coatcheck.workers.core.lora_module import LoadedAdapter
 
-_NEVER: Final = 1 << 80  # 1 + any length / this is exactly 1
+_NEVER: Final = 1 << 80  # tokens; 1 + length / _NEVER rounds to 1 for every length
 _MATRIX_ITEMSIZE: Final = 4  # matrices of states are float32, whatever the model's dtype
 
 

@@ -1,4 +1,4 @@
-"""The fields of config.json of dense models, from a GGUF file's metadata: one function for each family.
+"""The fields of config.json of dense models and Gemma 4, from a GGUF file's metadata: one function for each family.
 
 Metadata lacks some fields of the original config.json. Such a field gets the value that all published models of the
 family have. Imports no torch.
@@ -112,12 +112,13 @@ def _query_scalar(file: GgufFile) -> int:
 
 
 def gemma4(file: GgufFile) -> Fields:
-    """Layers of two kinds, with heads of other widths; the last ones read the keys and values of earlier ones."""
+    """Layers with a window and layers with full attention have heads of different widths. The last `shared_kv_layers`
+    layers read the keys and values of earlier layers."""
     kinds, is_local = gemma4_kinds(file), _is_local(file)
     heads, inner = _by_layer(file, "attention.head_count_kv"), _by_layer(file, "feed_forward_length")
     last = file.num_layers - file.count("attention.shared_kv_layers", 0)
-    share = [layer for layer, kind in enumerate(kinds) if kind == "full"]
-    has_equal_values = any(not has_tensor(file, f"blk.{layer}.attn_v.weight") for layer in share)
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full"]
+    has_equal_values = any(not has_tensor(file, f"blk.{layer}.attn_v.weight") for layer in full)
     fields = gated_fields(file, inner=inner[0], kv_heads=heads[is_local.index(True)]) | dict(
         head_dim=file.count("attention.key_length_swa"),
         global_head_dim=file.count("attention.key_length"),
@@ -153,7 +154,7 @@ def gemma4(file: GgufFile) -> Fields:
 
 
 def gemma4_kinds(file: GgufFile) -> list[str]:
-    """For each layer: "local" or "full", or "shared" if it reads the keys and values of an earlier one."""
+    """For each layer: "local" or "full", or "shared" if it reads the keys and values of an earlier layer."""
     last = file.num_layers - file.count("attention.shared_kv_layers", 0)
     return ["shared" if layer >= last else "local" if local else "full" for layer, local in enumerate(_is_local(file))]
 
@@ -170,12 +171,15 @@ def _is_local(file: GgufFile) -> list[bool]:
 
 
 def _by_layer(file: GgufFile, key: str) -> list[int]:
-    """A whole number for each layer; metadata may have one number for all."""
+    """The value of `key` for each layer. Metadata may have a list, or one number for all layers."""
     value = file.find(key)
     if not isinstance(value, list):
         return [file.count(key)] * file.num_layers
     if len(value) != file.num_layers:
-        raise InvalidModel(f"{file.path} has {len(value)} numbers in {key}, for {file.num_layers} layers")
+        raise InvalidModel(
+            f"{file.path} has {len(value)} numbers in {file.architecture}.{key}, for {file.num_layers} layers; "
+            "fetch it again"
+        )
     return [int(one) for one in value]
 
 

@@ -34,8 +34,8 @@ def cached_directory(path: Path, dtype: str) -> Path:
 
 
 def hold_directory(path: Path, dtype: str, *, outlives: bool = False) -> Path:
-    """The folder in the cache, as cached_directory(). No other process deletes it until this one ends; never if
-    `outlives`, for a cluster that runs on after this process. Raises InvalidModel if it cannot be made."""
+    """The result of cached_directory(). No other process deletes this folder until this process ends, or ever if
+    `outlives`, for a cluster that runs on after this process. Raises InvalidModel if the folder cannot be made."""
     directory = cached_directory(path, dtype)
     try:
         hold_for_process(directory.parent, _source_of(path), outlives=outlives)
@@ -45,9 +45,9 @@ def hold_directory(path: Path, dtype: str, *, outlives: bool = False) -> Path:
 
 
 def convert(path: Path, directory: Path, dtype: str, progress: Progress | None = None) -> int:
-    """Convert the GGUF file `path` into `directory`, unless it exists by the time that no other process converts. If it
-    is in the cache, conversions of the file's former contents that no process uses are deleted first. Returns how many
-    bytes that freed.
+    """Convert the GGUF file `path` into `directory`. If another process converts it, wait, and use its result. If
+    `directory` is in the cache, conversions of the file's former contents that no process uses are deleted first.
+    Returns how many bytes the deletion freed.
 
     Raises InvalidModel for a file that is broken or not served, for too little room, and if the folder cannot be
     written.

@@ -24,8 +24,11 @@ Change = Callable[[Array], Array]
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """Names of tensors in a layer, with their endings, that only one kind of layer has: those that a layer must have,
-    those that it has in some models, and those that it may have and does not use."""
+    """The tensors that only one kind of layer has, by their names in the layer with endings.
+
+    `required`: every such layer has them. `optional`: they exist in some models. `unused`: files may have them, and no
+    code reads them.
+    """
 
     required: frozenset[str]
     optional: frozenset[str] = frozenset()
@@ -84,7 +87,7 @@ def _weights(*leaves: str) -> frozenset[str]:
 
 
 def _dense_layers_first(file: GgufFile) -> list[str]:
-    """The first layers of some mixtures of experts are dense."""
+    """ "dense" or "experts" for each layer: the first `leading_dense_block_count` layers are dense."""
     dense = file.count("leading_dense_block_count", 0)
     return ["dense" if layer < dense else "experts" for layer in range(file.num_layers)]
 

@@ -1,7 +1,7 @@
 """Orders of rows and columns that GGUF changes: for each model family, how to find the transformers order.
 
-A RowOrder returns, for a file and the number of rows, which row in GGUF each row in transformers is. Orders of columns
-are functions of the same kind. Imports no torch.
+A RowOrder takes a file and the number of rows. For each of transformers' rows it returns the index of that row in GGUF.
+Orders of columns are functions of the same kind. Imports no torch.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ RowOrder = Callable[[GgufFile, int], Array]
 
 
 def _rotary_pairs(heads_key: str) -> RowOrder:
-    """GGUF's llama has the two rows of a rotary pair side by side, transformers has the second rows of all pairs of a
-    head behind the first ones. `heads_key`: the metadata key of the number of heads."""
+    """The order of llama. In GGUF the two rows of a rotary pair are neighbours. In transformers a head has the first
+    rows of all pairs, then the second rows. `heads_key`: the metadata key of the number of heads."""
 
     def order(file: GgufFile, rows: int) -> Array:
         heads = file.count(heads_key, file.count("attention.head_count"))
@@ -56,8 +56,8 @@ def _falcon_groups(file: GgufFile, rows: int) -> Array:
 
 
 def _value_heads(file: GgufFile, rows: int) -> Array:
-    """Value heads of a gated delta net. GGUF has the first heads of all key heads, then the second ones; transformers
-    has the heads of the first key head, then those of the second."""
+    """The value heads of a gated delta net. GGUF has the first value head of every key head, then the second of every
+    key head. transformers has all value heads of the first key head, then all of the second."""
     key_heads, heads = file.count("ssm.group_count"), file.count("ssm.time_step_rank")
     _check_division(file, rows, heads)
     _check_division(file, heads, key_heads)
@@ -65,7 +65,7 @@ def _value_heads(file: GgufFile, rows: int) -> Array:
 
 
 def _values_behind_keys(file: GgufFile, rows: int) -> Array:
-    """As `_value_heads`, behind the queries and keys."""
+    """As `_value_heads`, behind the rows of queries and keys, which keep their order."""
     first = 2 * file.count("ssm.group_count") * file.count("ssm.state_size")
     return np.concatenate([np.arange(first), first + _value_heads(file, rows - first)])
 

@@ -45,7 +45,7 @@ class Source:
 
 def hold_for_process(folder: Path, source: Source, *, outlives: bool = False) -> None:
     """Create the folder of a conversion, and keep other processes from deleting it until this process ends.
-    `outlives`: for ever, because what uses it outlives this process."""
+    `outlives`: keep it for ever, because a cluster that uses it runs on after this process."""
     # Another process may delete the folder while this one waits for its lock; a user at any time.
     while folder not in _held or not is_open_at(folder / _IN_USE, _held[folder]):
         if folder in _held:

@@ -83,7 +83,8 @@ def plan_weights(file: GgufFile, family: GgufFamily, dtype: str) -> list[Weight]
 
 
 def _is_unused(file: GgufFile, family: GgufFamily, kinds: Sequence[str], name: str) -> bool:
-    """Whether a tensor is left out. Those of layers that predict further tokens are. `kinds`: of the layers."""
+    """Whether the tensor `name` is left out: it is listed as unused, or in a layer that predicts further tokens.
+    `kinds`: the kind of each layer."""
     found = _IN_LAYER.fullmatch(name)
     if found is None:
         return False

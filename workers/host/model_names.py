@@ -60,7 +60,8 @@ def read_names(models: Path, list_names: Callable[[], Names]) -> Names:
 
 
 class _Finder(MetaPathFinder):
-    """Has transformers' function for the names use `read_names`, as soon as its module is imported."""
+    """Replaces transformers' define_import_structure by a function that calls `read_names`, once its module is
+    imported."""
 
     def __init__(self) -> None:
         self._module: ModuleType | None = None
@@ -84,7 +85,8 @@ class _Finder(MetaPathFinder):
         setattr(module, _FUNCTION, self._list_names)
 
     def _list_names(self, path: str | os.PathLike[str], prefix: str | None = None) -> Names:
-        """As transformers' function: the names below `path`, a folder or a file of it. `prefix`: of the modules."""
+        """What define_import_structure returns for `path`, a folder or its __init__.py. `prefix`: goes before the names
+        of modules."""
         list_names = self._function
         assert self._module is not None and list_names is not None
         models = Path(self._module.__file__ or "").parents[1] / "models"

@@ -12,8 +12,8 @@ qk_rope_head_dim]. Each has its own scales, because the latent is normalised and
 tokens a rank's block holds block_size / token_shards of the block's tokens. A layer that reads the keys and values of
 an earlier layer has that layer's offsets, and takes no bytes. `kv_memory.py` makes tensors from the offsets.
 
-A model without attention (Mamba) has no layers here. Its blocks hold nothing, and are the unit of prefixes and of
-snapshots of states alone. They have 64 bytes, so that pools and copies need no case of their own.
+A model without attention (Mamba) has no layers here. Its blocks hold nothing: they count tokens, and prefixes and
+snapshots of states refer to them. A block still has 64 bytes, so that pools and copies need no case of their own.
 """
 
 import sys

@@ -62,7 +62,7 @@ def attach_adapters(
                 parts = parts_of.setdefault(target.linear, [[] for _ in adapters])
                 parts[index].append(LoraPart(a, b, target.column))
     num_bytes = 0
-    while parts_of:  # A linear copies its parts. To hold few copies at once, each linear's own are freed after it
+    while parts_of:  # a linear copies its parts; they are freed before the next linear, so that few copies are held
         linear, by_adapter = parts_of.popitem()
         if _is_stacked(linear):
             step.num_stacked = len(adapters)

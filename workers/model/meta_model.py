@@ -55,6 +55,7 @@ from coatcheck.workers.model.sparse_mlp import (
 )
 
 _PROBED_LENGTH: Final = 4096
+_UNLIMITED_LENGTH: Final = 32768  # the default of --max-model-len for models whose length nothing limits
 # Names of linears, apart from attention, that can have LoRA adapters: in fused models, and in others.
 _FUSED_MLP: Final = re.compile(r".+\.layers\.\d+\.mlp\.(gate_proj|up_proj|gate_up_proj|down_proj)")
 _ANY_MLP: Final = re.compile(r".+\.(layers|h|blocks)\.\d+\.(?!linear_attn\.)\w+\.\w+")
@@ -191,7 +192,7 @@ def choose_length(config: Any, requested: int | None) -> int:
     if not getattr(config, "max_position_embeddings", None):
         model = build_meta_model(config, torch.float32, torch.device("cpu"), _PROBED_LENGTH)
         if not probe_attention(model, _PROBED_LENGTH):
-            return requested or 32768
+            return requested or _UNLIMITED_LENGTH
     return choose_max_model_len(config, requested)
 
 

@@ -1,7 +1,7 @@
 """Adapters for modules of transformers that cannot be served as they are.
 
 - The attention of older models does not call transformers' attention interface.
-- The head of Mamba models reads the dtype of its weight, of which a rank may hold a part, or its codes.
+- The forward of Mamba models reads the dtype of the head's weight, which a rank may not hold as one plain tensor.
 - torch's norms on a GPU sum a row in an order that depends on the number of rows, so --deterministic replaces them.
 - Some modules copy from the host or wait for the device in each forward pass, so that no CUDA graph can capture them.
 

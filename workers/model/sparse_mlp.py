@@ -317,6 +317,7 @@ _SHARED = ("shared_expert", "shared_experts")
 
 
 def _softmax(router: Any) -> Routing:
+    # Routers without the field renormalise, except jamba's.
     renormalise = getattr(router, "norm_topk_prob", type(router).__name__ != "JambaTopKRouter")
     return Routing(router.num_experts, router.top_k, renormalise=renormalise)
 
@@ -380,8 +381,8 @@ _ROUTERS: dict[str, tuple[Callable[[Any], Routing], bool]] = {
             "DeepseekV3TopkRouter",
             "Dots1TopkRouter",
             "Glm4MoeLiteTopkRouter",
-            "KimiLinearTopkRouter",
             "Glm4MoeTopkRouter",
+            "KimiLinearTopkRouter",
             "MiMoV2FlashTopkRouter",
         ),
         (_deepseek_v3, True),
