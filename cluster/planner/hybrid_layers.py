@@ -150,7 +150,8 @@ def _kimi_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def _kimi_kinds(config: ModelConfig, count: int) -> list[str]:
-    """The layer types of a config.json without layer_types. Its lists count layers from 1."""
+    """The layer types of a config.json without layer_types, as transformers derives them. Its lists count layers from
+    1. Without both lists every fourth layer from the fifth on has attention."""
     fields = _kimi_fields(config)
     attending = _layer_indices(ModelConfig(config.name, fields), "full_attn_layers")
     if attending is None or "kda_layers" not in fields:

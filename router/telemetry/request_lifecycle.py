@@ -106,7 +106,7 @@ class RequestLifecycle:
         """The times of a request whose last delta is sent; None if it has no delta."""
         if self._ttft is None:
             return None
-        queue = min(self._queue_seconds or 0.0, self._ttft)  # the clock of the group is another one
+        queue = min(self._queue_seconds or 0.0, self._ttft)  # the group measures its part with its own clock
         last = max(self._last_delta.values()) - self._arrived
         return Timings(
             queue_seconds=queue, first_token_seconds=self._ttft - queue, generation_seconds=last - self._ttft

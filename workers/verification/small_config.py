@@ -130,7 +130,7 @@ class _Shrinker:
             inner, head_dim = values["mamba_expand"] * self.hidden, _HEAD_DIM // 2
             groups = math.gcd(values.get("mamba_n_groups") or 1, inner // head_dim)
             values |= dict(mamba_n_heads=inner // head_dim, mamba_d_head=head_dim, mamba_n_groups=groups)
-        if values["model_type"] == "mamba2":  # the same
+        if values["model_type"] == "mamba2":  # num_heads * head_dim must be expand * hidden_size
             heads = values["expand"] * self.hidden // _HEAD_DIM
             values |= dict(num_heads=heads, head_dim=_HEAD_DIM, n_groups=math.gcd(values["n_groups"], heads))
         return values
