@@ -170,8 +170,11 @@ def count_sequences(
 def attention_variants(shape: ModelShape) -> list[tuple[str, int, tuple[LayerSpec, ...]]]:
     """(name, number of KV heads, layers) of the model's own attention and, for comparison, of MHA, GQA-8 and MQA.
 
-    For a model with latent attention: keys and values of every head, and the latents.
+    For a model with latent attention: keys and values of every head, and the latents. Empty for a model without
+    attention.
     """
+    if not shape.layers:
+        return []
     heads, own = shape.expanded[0].num_heads, shape.expanded[0].num_kv_heads
     if shape.is_latent:
         return [("MLA, every head", heads, shape.expanded), ("MLA, latent", 1, shape.layers)]

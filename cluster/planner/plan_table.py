@@ -24,8 +24,9 @@ def plan_tables(sizing: Sizing) -> Group:
         ("blocks", "num_blocks", _number),
         ("sequences", "sequences", _number),
     )
+    heads = sizing.variant_rows()
     variants = _table(
-        sizing.variant_rows(),
+        heads,
         ("attention", "name", str),
         ("KV heads", "kv_heads", str),
         ("bytes a token", "bytes_per_token", lambda count: "-" if count is None else _number(count)),
@@ -51,7 +52,7 @@ def plan_tables(sizing: Sizing) -> Group:
         *_titled("Bytes of one token", _layers(sizing)),
         *_titled("Memory", _memory(sizing)),
         *_titled("By kv-dtype", kv_dtypes),
-        *_titled(f"With other KV heads: {concurrency:,} sequences of {context:,} tokens", variants),
+        *(_titled(f"With other KV heads: {concurrency:,} sequences of {context:,} tokens", variants) if heads else ()),
         *_titled(f"By block size: lengths {sizing.lengths.source}", block_sizes),
         _paging(sizing),
         *_titled(f"Lower bound of a decode step: {context:,} tokens each, {bandwidth}", step_times),

@@ -18,6 +18,7 @@ from coatcheck.cluster.planner.capacity import KvCacheSpec
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
+from coatcheck.cluster.planner.plan_table import plan_tables
 from coatcheck.cluster.planner.sizing import Sizing
 from coatcheck.cluster.planner.weight_count import WeightCount, ties_head
 from coatcheck.proto.errors import InvalidConfig
@@ -168,6 +169,8 @@ def test_a_model_without_attention_has_the_states_and_weights_that_are_planned(a
     assert sizing.rank_state_bytes == spec.state_bytes
     assert sizing.num_blocks == 1 << 18 and sizing.num_snapshots > 0
     assert "the blocks of the pool hold nothing" in " ".join(sizing.notes)
+    assert sizing.to_json()["variants"] == []
+    assert not any("With other KV heads" in str(part) for part in plan_tables(sizing).renderables)
     assert Sizing.of(PlanSettings(model=str(path), context=1000)).sequences > 0
     counted = WeightCount.of(config, shape.expanded, TpShard(0, 1), states=shape.states).total
     assert counted == pytest.approx(spec.num_weights, rel=0.02)
