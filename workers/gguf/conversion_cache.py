@@ -35,12 +35,14 @@ def cached_directory(path: Path, dtype: str) -> Path:
 
 def hold_directory(path: Path, dtype: str, *, outlives: bool = False) -> Path:
     """The result of cached_directory(). No other process deletes this folder until this process ends, or ever if
-    `outlives`, for a cluster that runs on after this process. Raises InvalidModel if the folder cannot be made."""
+    `outlives`, for a cluster that runs on after this process. A finished conversion in a cache that this user can only
+    read is used without that protection. Raises InvalidModel if the folder cannot be made."""
     directory = cached_directory(path, dtype)
     try:
         hold_for_process(directory.parent, _source_of(path), outlives=outlives)
     except OSError as error:
-        raise _cannot_convert(path, directory, error) from None
+        if not directory.is_dir():
+            raise _cannot_convert(path, directory, error) from None
     return directory
 
 

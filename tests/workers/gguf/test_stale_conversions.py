@@ -14,7 +14,8 @@ import pytest
 from gguf.constants import GGMLQuantizationType as Type
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
-from coatcheck.workers.gguf import stale_conversions
+from coatcheck.proto.errors import InvalidModel
+from coatcheck.workers.gguf import conversion_cache, stale_conversions
 from coatcheck.workers.gguf.conversion_cache import cached_directory, convert, hold_directory
 from coatcheck.workers.gguf.stale_conversions import Source, hold_for_process
 from tests.workers.gguf.gguf_models import write_model
@@ -151,6 +152,22 @@ def test_a_conversion_in_progress_stays(file: Path) -> None:
         assert serve(file)[1] == 0 and old.with_name(f".{old.name}.draft").is_dir()
         print("go on", file=process.stdin, flush=True)
         assert process.stdout is not None and process.stdout.readline() == "done True\n"
+
+
+def test_a_conversion_that_cannot_be_locked_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cache that this user can only read, a finished conversion is served, and a new one is refused."""
+
+    def refuse(folder: Path, source: Source, *, outlives: bool) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(conversion_cache, "hold_for_process", refuse)
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(InvalidModel, match="cannot be converted into .*: Permission denied; give another folder"):
+        hold_directory(path, "auto")
+    directory = cached_directory(path, "auto")
+    directory.mkdir(parents=True)
+    assert hold_directory(path, "auto") == directory
 
 
 def test_a_conversion_for_a_cluster_that_outlives_its_command_stays(file: Path) -> None:
