@@ -78,7 +78,7 @@ class GroupSet:
         self._growing: set[str] = set()  # groups that `_add_groups` is adding; if one fails, the cluster does not fail
         self._growths = 0  # number of commands that wanted more groups; each ends the removals that came before it
         self._restart_lock = asyncio.Lock()  # held by a restart
-        self._restarting = ""  # the group whose ranks are drained and replaced
+        self._restarting: GroupSupervisor | None = None  # of the group whose ranks are drained and replaced
         self._drain_lock = asyncio.Lock()  # held while a restart begins, and by a removal from its drain to its end
         self._size_lock = asyncio.Lock()  # held while groups are added, and while the drained groups are removed
         self._removal: _Removal | None = None  # the removal that drains its groups, or removes them
@@ -176,12 +176,11 @@ class GroupSet:
     async def _replace_ranks(self, group: str, drain_seconds: float) -> None:
         try:
             async with self._drain_lock:
-                supervisor = await self._begin_restart(group)
-                self._restarting = group
-            await self._routers.wait_until_idle(group, drain_seconds)
+                supervisor = self._restarting = await self._begin_restart(group)
+            await self._wait_until_idle(supervisor, drain_seconds)
             await supervisor.restart_group()
         finally:
-            self._restarting = ""
+            self._restarting = None
         if self._removal is not None and supervisor in self._removal.leaving:
             supervisor.drain_group()
 
@@ -198,6 +197,20 @@ class GroupSet:
         await self._require_undrained(others)
         supervisor.drain_group()
         return supervisor
+
+    async def _wait_until_idle(self, supervisor: GroupSupervisor, drain_seconds: float) -> None:
+        """Return once the group has no requests, after `drain_seconds`, or once the group is removed."""
+        waits = [
+            asyncio.ensure_future(self._routers.wait_until_idle(supervisor.state.name, drain_seconds)),
+            asyncio.ensure_future(supervisor.wait_until_stopped()),
+        ]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in done:
+                wait.result()
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     def _require_supervisor(self, group: str) -> GroupSupervisor:
         """The group's supervisor. Raises NotFound if there is no such group."""
@@ -307,7 +320,7 @@ class GroupSet:
             removal.is_given_up = True
             removal.drain.cancel()
             for supervisor in removal.leaving:
-                if supervisor.state.name != self._restarting:  # its restart drains it
+                if supervisor is not self._restarting:  # its restart drains it
                     supervisor.undrain_group()
 
     async def _require_undrained(self, groups: Sequence[str]) -> None:

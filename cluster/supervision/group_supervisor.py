@@ -182,6 +182,10 @@ class GroupSupervisor:
         if self.state.state != "serving":
             raise Unavailable(f"{self.state.name} does not start again: {self.state.reason}")
 
+    async def wait_until_stopped(self) -> None:
+        """Return once `stop_group` is called."""
+        await self._wait_until(lambda: self._is_stopped)
+
     async def stop_group(self, *, now: bool) -> None:
         """End the ranks for good. `now`: kill them at once. Methods that wait for the group then raise Unavailable."""
         self._is_stopped = True
