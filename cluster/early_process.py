@@ -29,7 +29,8 @@ class EarlyProcess:
     process: "subprocess.Popen[bytes]"
     connection: Connection
 
-    def end(self) -> None:
+    def kill(self) -> None:
+        """End the process, which has no RankStart and thus nothing to lose."""
         self.connection.close()
         self.process.kill()
         self.process.wait()
@@ -42,20 +43,26 @@ def start_early_process(arguments: Sequence[str]) -> None:
     """Start the process if the command line `arguments` begins a cluster without Ray."""
     if arguments[:1] != ["serve"] or "--no-ray" not in arguments or "--help" in arguments:
         return
-    ours, theirs = Pipe()
-    with theirs, suppress(OSError):  # without memory for it ranks are started as usual, with an error if they fail too
-        process = subprocess.Popen(
-            [*COMMAND, str(theirs.fileno()), EARLY],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # until it has a RankStart
-            stderr=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
+    with suppress(OSError):  # without room for a process ranks are started as usual, with an error if they fail too
+        ours, theirs = Pipe()
+        with theirs:
+            process = subprocess.Popen(
+                [*COMMAND, str(theirs.fileno()), EARLY],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # until it has a RankStart
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
         _processes.append(EarlyProcess(process, ours))
 
 
 def take_early_process() -> EarlyProcess | None:
     """The process, if one was started and still runs. The next call returns None."""
-    early = _processes.pop() if _processes else None
-    return early if early is not None and early.process.poll() is None else None
+    if not _processes:
+        return None
+    early = _processes.pop()
+    if early.process.poll() is None:
+        return early
+    early.kill()
+    return None

@@ -125,5 +125,5 @@ def _take_early_process(start: RankStart) -> EarlyProcess | None:
     is_alone = start.ranks_on_host == 1 and start.config.device == "cpu"
     if is_alone and divide_cores(start.config.threads, 1) == divide_cores(0, 1):
         return early
-    early.end()
+    early.kill()
     return None

@@ -14,8 +14,8 @@ from coatcheck.cluster.early_process import EarlyProcess, start_early_process
 from coatcheck.cluster.local.child_rank import ChildRank
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.rank_process import RankStart
-from tests.cluster.running_server import coatcheck, until
-from tests.cluster.serving import Serving, lives
+from tests.cluster.running_server import until
+from tests.cluster.serving import Serving, lives, still_running
 
 
 @pytest.fixture
@@ -25,8 +25,7 @@ def early() -> Iterator[EarlyProcess]:
     early = early_process._processes[0]
     yield early
     early_process._processes.clear()
-    early.process.kill()
-    early.process.wait()
+    early.kill()
 
 
 def rank_start(folder: Path, *, threads: int = 0, ranks_on_host: int = 1, device: str = "cpu") -> RankStart:
@@ -81,12 +80,18 @@ def test_other_commands_start_none(line: str) -> None:
     assert not early_process._processes
 
 
-def test_it_ends_with_a_command_that_fails(tmp_path: Path) -> None:
-    """If `serve` refuses its settings, the early process does not outlive it."""
-    mark = f"EARLY_PROCESS_TEST={tmp_path}"
-    failed = coatcheck("serve", str(tmp_path / "nothing"), "--no-ray", environment=dict([mark.split("=")]))
-    assert failed.returncode == 2
-    until(lambda: not processes_with(mark), "the early process has ended")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_it_does_not_outlive_the_command(tmp_path: Path, number: signal.Signals) -> None:
+    """The early process ends with a `serve` that is stopped before its ranks start, here while it reads its settings
+    from a FIFO that nobody writes."""
+    settings = tmp_path / "settings.yaml"
+    os.mkfifo(settings)
+    with Serving("model", "--no-ray", "--config", str(settings)) as serving:
+        until(lambda: len(serving.descendants()) == 1, "the early process runs")
+        early = serving.descendants()
+        os.kill(serving.process.pid, number)
+        serving.process.wait(MAX_WAIT_SECONDS)
+        until(lambda: not still_running(early), "the early process has ended")
 
 
 def test_a_killed_rank_starts_again_in_a_new_process(tiny_model: Path) -> None:
@@ -105,15 +110,3 @@ def test_a_killed_rank_starts_again_in_a_new_process(tiny_model: Path) -> None:
 def command_line(pid: int) -> list[str]:
     """The arguments of a process."""
     return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
-
-
-def processes_with(variable: str) -> list[str]:
-    """The ids of this user's processes that have NAME=VALUE in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(folder.name)
-        except OSError:
-            continue  # it has ended, or is another user's
-    return found
