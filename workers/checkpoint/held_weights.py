@@ -39,8 +39,10 @@ _LAYER: Final = re.compile(r".*\blayers\.(\d+)\..+")
 SHARED_LAYERS: Final = {"gemma3n_text": 15}
 # Published checkpoints have these tensors in such layers, too. No code reads them there.
 _KEYS_AND_VALUES: Final = re.compile(r".+\.self_attn\.[kv]_(proj|norm)\..+")
-# Tensors that stay float32 in every dtype (_keep_in_float32 of meta_model.py).
-_FLOAT32: Final = re.compile(r".+\.(e_score_correction_bias|feed_forward\.expert_bias|A_log|moe_statics\..+)")
+# Tensors that stay float32 in every dtype (_keep_in_float32 of meta_model.py), and hunyuan_v1_moe's router (wg).
+_FLOAT32: Final = re.compile(
+    r".+\.(e_score_correction_bias|feed_forward\.expert_bias|A_log|gate\.wg\.weight|moe_statics\..+)"
+)
 _ROUTER: Final = ".mlp.gate.weight"  # in ernie4_5_moe it stays float32, too
 # A weight of one expert: (the experts of its layer, the weight's name). Gate and up are held as one weight.
 _EXPERT: Final = re.compile(r"(.+\.experts)\.\d+\.(\w+)\.weight")

@@ -21,7 +21,17 @@ _FILE: Final = "adapter_model.safetensors"
 _PICKLED: Final = "adapter_model.bin"  # what older versions of PEFT wrote
 _TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _READ_BYTES: Final = 1 << 22
-_ROW_PARALLEL: Final = ("o_proj", "out_proj", "down_proj", "dense", "fc2", "fc_out", "c_proj", "dense_4h_to_h")
+_ROW_PARALLEL: Final = (
+    "o_proj",
+    "out_proj",
+    "x_proj",
+    "down_proj",
+    "dense",
+    "fc2",
+    "fc_out",
+    "c_proj",
+    "dense_4h_to_h",
+)
 
 
 @dataclass(frozen=True, slots=True)

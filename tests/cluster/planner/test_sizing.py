@@ -106,16 +106,20 @@ def test_a_backend_that_cannot_serve_the_model_is_refused(tmp_path: Path) -> Non
         size(tmp_path, attention_backend="fa3", kv_dtype="int8")
 
 
+@pytest.mark.parametrize(("linear", "elements"), [("self_attn.q_proj", 4096 + 256), ("mamba.x_proj", 2048 + 512)])
 @pytest.mark.parametrize(("device", "element_size"), [("cuda", 2), ("cpu", 4)])
-def test_adapters_are_beside_the_weights(tmp_path: Path, device: str, element_size: int) -> None:
-    """GPUs hold A and B in the model's dtype, CPUs as float32. Two ranks divide the rows of a q_proj's B."""
-    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
-    shapes = {f"{prefix}.lora_A.weight": (8, 4096), f"{prefix}.lora_B.weight": (4096, 8)}
+def test_adapters_are_beside_the_weights(
+    tmp_path: Path, device: str, element_size: int, linear: str, elements: int
+) -> None:
+    """GPUs hold A and B in the model's dtype, CPUs as float32. Two ranks divide the rows of a q_proj's B, and the
+    columns of A of Mamba's x_proj."""
+    prefix = f"base_model.model.model.layers.0.{linear}"
+    shapes = {f"{prefix}.lora_A.weight": (8, 4096), f"{prefix}.lora_B.weight": (512, 8)}
     tensors = {name: np.zeros(shape, np.float16) for name, shape in shapes.items()}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 16}')
     found = size(tmp_path, device=device, tp=2, lora_modules=f"sql={tmp_path}")
-    assert found["rank_adapter_bytes"] == element_size * 8 * (4096 + 4096 // 2)
+    assert found["rank_adapter_bytes"] == element_size * 8 * elements
     plain = size(tmp_path, device=device, tp=2)
     assert found["rank_weight_bytes"] == plain["rank_weight_bytes"] + found["rank_adapter_bytes"]
 

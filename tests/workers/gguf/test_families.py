@@ -223,7 +223,7 @@ def test_the_dtype_is_that_of_plain_matrices(tmp_path: Path, kind_of: KindOf | T
     assert Conversion.plan(write_model("llama", tmp_path, kind_of)[0]).config["dtype"] == dtype
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3-moe", "gpt-oss", "hunyuan-moe"])
 def test_a_rank_holds_the_bytes_that_the_header_shows(tmp_path: Path, name: str) -> None:
     """Every linear and expert of mixed types stays quantised, also merged ones, and the head."""
 
