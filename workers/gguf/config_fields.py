@@ -256,8 +256,9 @@ def glm4(file: GgufFile) -> Fields:
 def exaone4(file: GgufFile) -> Fields:
     """Without a list in the file, every fourth layer of a model with a window attends to all tokens."""
     window, layers = file.count("attention.sliding_window", 0), range(file.num_layers)
-    is_local = file.find("attention.sliding_window_pattern")
-    if not isinstance(is_local, list):
+    if isinstance(file.find("attention.sliding_window_pattern"), list):
+        is_local = _is_local(file)
+    else:
         is_local = [window > 0 and (layer + 1) % 4 != 0 for layer in layers]
     return gated_fields(file) | dict(
         head_dim=rotated_head_width(file),
