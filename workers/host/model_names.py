@@ -52,11 +52,20 @@ def read_names(models: Path, list_names: Callable[[], Names]) -> Names:
             }
     names = list_names()
     with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps({"key": key, "names": _as_lists(names)}), encoding="utf-8")
-        draft.replace(file)
+        _write(file, json.dumps({"key": key, "names": _as_lists(names)}))
     return names
+
+
+def _write(file: Path, text: str) -> None:
+    """Write all of the file or nothing, also beside other processes. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(f".{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(file)
+    except OSError:  # the disk is full
+        draft.unlink(missing_ok=True)
+        raise
 
 
 class _Finder(MetaPathFinder):
