@@ -148,16 +148,24 @@ def _check_tokens_are_independent(model: PreTrainedModel, max_model_len: int) ->
     changed = _Tokens(
         torch.where(odd, ids.roll(1), ids), torch.where(odd, (positions + 3) % min(7, max_model_len), positions)
     )
-    _compare_rows(model, tokens, changed, rows[::2], rows[::2])
+    results = _token_results(model, tokens)
+    _compare_rows(model, tokens, results, changed, rows[::2], rows[::2])
     # The results of a few tokens in another order must not change either: no result may depend on a token's row.
     for few in (torch.tensor([10, 4, 0, 7, 2]), torch.tensor([11, 9])):
-        _compare_rows(model, tokens, _Tokens(ids[few], positions[few]), few, rows[: len(few)])
+        _compare_rows(model, tokens, results, _Tokens(ids[few], positions[few]), few, rows[: len(few)])
 
 
-def _compare_rows(model: PreTrainedModel, first: _Tokens, second: _Tokens, rows: Tensor, same_rows: Tensor) -> None:
+def _compare_rows(
+    model: PreTrainedModel,
+    first: _Tokens,
+    results: dict[str, Tensor],
+    second: _Tokens,
+    rows: Tensor,
+    same_rows: Tensor,
+) -> None:
     """Raise _Unsupported if for some i row rows[i] of the pass over `first` differs from row same_rows[i] of the pass
-    over `second`."""
-    results, others = _token_results(model, first), _token_results(model, second)
+    over `second`. `results`: of the pass over `first`."""
+    others = _token_results(model, second)
     if all(_are_equal(results[what][rows], others[what][same_rows]) for what in results):
         return
     # Run both again, to name the innermost module whose outputs differ although its inputs are equal.

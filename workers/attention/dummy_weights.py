@@ -157,10 +157,12 @@ def _sparse_map(x: Tensor, inputs: int, outputs: int) -> Tensor:
         raise ValueError(f"a weight with {inputs} input features gets {x.shape[-1]}")
     factors = _map_factors(inputs, outputs).to(x.dtype)
     if inputs < outputs:
-        y = torch.cat([x] * len(factors), dim=-1)[..., :outputs] * factors.flatten()[:outputs]
-    else:
-        whole = F.pad(x, (0, factors.numel() - inputs)).unflatten(-1, factors.shape)
-        y = (whole * factors).sum(-2) if len(factors) > 1 else (whole * factors).squeeze(-2)
+        x = x + x.roll(inputs // 3 + 1, -1)
+        return torch.cat([x] * len(factors), dim=-1)[..., :outputs] * factors.flatten()[:outputs]
+    if factors.numel() > inputs:
+        x = F.pad(x, (0, factors.numel() - inputs))
+    whole: Tensor = x.unflatten(-1, factors.shape) * factors
+    y = whole.sum(-2) if len(factors) > 1 else whole.squeeze(-2)
     return y + y.roll(outputs // 3 + 1, -1)
 
 
