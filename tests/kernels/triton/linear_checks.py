@@ -171,7 +171,7 @@ def packed_in_fixed_order() -> None:
     x = torch.randn(2, 5, 90).half()
     agree(linear(x), F.linear(x, linear.parts[0], linear.bias))
     assert torch.equal(linear(x[1:, 2:3]), linear(x)[1:, 2:3]) and linear(x[:0]).shape == (0, 5, 70)
-    assert linear.variant == ((70, 90), False)
+    assert linear.variant == ((70, 90), False, None)
     linear.compile_kernels()
     heads = HeadsLinear(torch.randn(3, 40, 50).half(), batch_invariant=True)
     x = torch.randn(9, 3, 50).half()
