@@ -77,7 +77,7 @@ _recording: ContextVar[_Recording] = ContextVar("probe_recording")  # of the pas
 
 def probe_attention(model: PreTrainedModel, max_model_len: int | None = None) -> list[AttentionLayer]:
     """The parameters of the attention layers, in layer order, with the heads of all ranks. Layers that keep a state
-    (state_layers.py) and layers without attention are left out, so a model of these alone has none.
+    (state_layers.py) and layers without attention are left out. The list is empty for a model without attention.
 
     `model`: its parameters are on the meta device. Its buffers, config and parameters are unchanged afterwards.
     `max_model_len`: masks are checked up to this length; None: config.json's max_position_embeddings.

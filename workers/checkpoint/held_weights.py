@@ -25,7 +25,8 @@ _WORDS: Final = {"cpu": 8, "cuda": 16}
 _GROUP: Final = 128  # columns that share a scale with quantization int4
 _EMBEDDINGS: Final = ("model.embed_tokens.weight", "transformer.wte.weight")
 # Modules that --quantization leaves as they are: heads, routers, and of gated delta nets and Mamba mixers the decay of
-# a state and the strength of its updates, on which every later token depends.
+# a state and the strength of its updates, on which every later token depends. Kimi's g_a_proj is merged with f_a_proj
+# and b_proj, which are two of these.
 UNQUANTISED: Final = frozenset(
     (
         "lm_head", "embed_out", "gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba",
