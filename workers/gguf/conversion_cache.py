@@ -21,6 +21,7 @@ from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.gguf.converter import Conversion, Progress
 from coatcheck.workers.gguf.model_path import model_stem, split_files
 from coatcheck.workers.gguf.stale_conversions import Source, hold_for_process, is_open_at, remove_stale
+from coatcheck.workers.host.user_cache import user_cache
 
 _VERSION: Final = 1  # of what a conversion writes: a higher one converts every file again
 _SPARE: Final = 64 << 20  # bytes beside the weights: tokenizer and headers
@@ -148,9 +149,9 @@ def _size(size: float) -> str:
 
 
 def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if not os.path.isabs(base):
+    cache = user_cache()
+    if cache is None:
         raise InvalidModel(
             "this user has no home for the conversion of GGUF files; set XDG_CACHE_HOME, or use `coatcheck convert`"
         )
-    return Path(base) / "coatcheck" / "gguf"
+    return cache / "gguf"

@@ -1,6 +1,6 @@
 """The names that transformers' models export, kept in a file on this host. Imports neither torch nor transformers.
 
-When transformers is imported it reads the source of each of its 1,500 model files for these names, once in
+When transformers is imported it reads the source of each of its 1,700 model files for these names, once in
 `transformers` and once in `transformers.models`. Each time takes 0.45 s of the 3.5 s in which a rank imports its
 libraries (bench/LOG.md). `with keep_model_names():` around the import has it read them from
 $XDG_CACHE_HOME/coatcheck/model_names.json (by default ~/.cache), unless a model file has changed.
@@ -18,11 +18,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from coatcheck.workers.host.user_cache import user_cache, write_whole
+
 # What transformers calls an import structure: required packages -> module -> names.
 Names = dict[frozenset[str], dict[str, set[str]]]
 
 _MODULE: Final = "transformers.utils.import_utils"
 _FUNCTION: Final = "define_import_structure"
+_NO_FOLDER: Final = Path(os.devnull)  # for a user without a home: a file below it cannot exist
 
 
 @contextmanager
@@ -42,7 +45,7 @@ def read_names(models: Path, list_names: Callable[[], Names]) -> Names:
 
     If the file cannot be written, the next process lists the names too.
     """
-    file, key = _file(), _hash_files(models)
+    file, key = (user_cache() or _NO_FOLDER) / "model_names.json", _hash_files(models)
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         kept = json.loads(file.read_text(encoding="utf-8"))
         if kept["key"] == key:
@@ -52,20 +55,8 @@ def read_names(models: Path, list_names: Callable[[], Names]) -> Names:
             }
     names = list_names()
     with suppress(OSError):
-        _write(file, json.dumps({"key": key, "names": _as_lists(names)}))
+        write_whole(file, json.dumps({"key": key, "names": _as_lists(names)}))
     return names
-
-
-def _write(file: Path, text: str) -> None:
-    """Write all of the file or nothing, also beside other processes. Raises OSError."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(f".{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(file)
-    except OSError:  # the disk is full
-        draft.unlink(missing_ok=True)
-        raise
 
 
 class _Finder(MetaPathFinder):
@@ -119,12 +110,6 @@ class _Loader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         self._change(module)
-
-
-def _file() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    # For a user without a home: a file that cannot exist.
-    return Path(cache if os.path.isabs(cache) else os.devnull) / "coatcheck" / "model_names.json"
 
 
 def _hash_files(models: Path) -> str:

@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from coatcheck.workers.host.user_cache import user_cache, write_whole
+
 # Fields of config.json that do not change what the model computes.
 _UNUSED_FIELDS: Final = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "quantization_config")
 # A folder that cannot be created, because its parent is a file.
@@ -26,18 +28,13 @@ def record_of(config: Mapping[str, Any]) -> Path:
     used = {name: value for name, value in config.items() if name not in _UNUSED_FIELDS}
     versions = [metadata.version(package) for package in ("coatcheck", "torch", "transformers")]
     key = hashlib.blake2b(json.dumps([used, versions], sort_keys=True).encode(), digest_size=16).hexdigest()
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(cache) if os.path.isabs(cache) else _NO_FOLDER
-    return folder / "coatcheck" / "verified" / f"{key}.json"
+    return (user_cache() or _NO_FOLDER) / "verified" / f"{key}.json"
 
 
 def write_record(record: Path, about: Mapping[str, Any]) -> None:
     """Write `about` to the file. If that fails, the model is verified again at the next start."""
     with suppress(OSError):
-        record.parent.mkdir(parents=True, exist_ok=True)
-        draft = record.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(about))
-        draft.replace(record)
+        write_whole(record, json.dumps(about))
 
 
 @contextmanager
