@@ -293,7 +293,10 @@ INLINE void integer_tile(const int m, const int n, const int kind, const Weight 
             for (int j = 0; j < n && !is_unpacked; j++) {
                 const uint32_t *at = codes + j / VECTORS * stride + j % VECTORS * LANES;
                 loaded[j] = load_words(at);
-                if (j % VECTORS == 0) __builtin_prefetch(at + span->ahead);
+                if (j % VECTORS) continue;
+                /* More rows are bound by their products, and take longer if the codes are in L2. */
+                if (n == MOST_VECTORS) prefetch_to_l2(at + span->ahead);
+                else __builtin_prefetch(at + span->ahead);
             }
 #pragma GCC unroll 4
             for (int i = 0; i < half; i++) {

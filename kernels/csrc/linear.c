@@ -28,6 +28,7 @@
 #define FEW_ROWS 3                          /* most rows that multiply codes in registers */
 #define UNPACKED 128                        /* depth of a part of a quantised weight */
 #define AHEAD 48                            /* words prefetched ahead where one tile reads all of the depth */
+#define AHEAD_WIDE (LANES == 16 ? 16 : 48)  /* the same where the tile has few rows */
 
 /* What a word of weights is, and what is done with it. */
 enum { ONE_FLOAT, WIDENED_PAIR, DOT_PAIR };
@@ -52,7 +53,7 @@ INLINE void tile(const int m, const int n, const int kind, const Weights *weight
         for (int j = 0; j < n; j++) {
             const uint32_t *at = w + j / VECTORS * weights->panel_stride + j % VECTORS * LANES;
             loaded[j] = load_words(at);
-            if (j % VECTORS == 0) __builtin_prefetch(at + weights->ahead);
+            if (j % VECTORS == 0) prefetch_to_l2(at + weights->ahead);
             if (kind == WIDENED_PAIR) loaded[j] = (Words)low_of(loaded[j]);
         }
 #pragma GCC unroll 32
@@ -181,6 +182,7 @@ typedef struct {
     int64_t n, group, columns;    /* vectors of features in a tile, panels in an item, items per block of rows */
     int64_t most, blocks;         /* most tiles of a block; number of blocks */
     int64_t step;                 /* words of the depth that are multiplied at a time */
+    int64_t ahead;                /* words prefetched ahead if there is one tile */
     int64_t width;                /* floats in a word of x */
     int64_t values;               /* elements in a word of the weight */
     int widened, in_place;        /* widened: bfloat16 is multiplied as floats; in_place: x is not repacked */
@@ -198,12 +200,13 @@ INLINE Cut cut(const Linear *l, const int type) {
     const int64_t most_wide = as_integers ? 1 : ACCUMULATORS / WIDE;
     const int64_t n = height <= most_wide ? WIDE : NARROW, width = is_wide ? 2 : 1;
     const int64_t values = type == BF16 ? 2 : 1;
-    const int64_t step = tiles > 1 ? DEPTH / width : words > 2 * AHEAD ? words - AHEAD : words;
+    const int64_t ahead = n == WIDE ? AHEAD_WIDE : AHEAD;
+    const int64_t step = tiles > 1 ? DEPTH / width : words > 2 * ahead ? words - ahead : words;
     const int64_t row_bytes = as_integers ? integer_row_bytes(&l->weight, chunks) : words * width * 4;
     const int64_t most = is_low || as_integers ? max_i64(1, min_i64(TILES, BLOCK / max_i64(1, height * row_bytes))) : TILES;
     return (Cut){in_place ? source_row(l, 0, type) : l->scratch, words, tiles, height, n, n / VECTORS,
                  panels_of(l->weight.features) / (n / VECTORS), most, (tiles + most - 1) / most,
-                 is_plain ? step : UNPACKED / values, width, values,
+                 is_plain ? step : UNPACKED / values, ahead, width, values,
                  is_wide && (!is_plain || (tiles > 1 && !is_low)), in_place, chunks, 0, 0};
 }
 
@@ -220,7 +223,7 @@ INLINE Weights part_of(const Linear *l, const Cut *c, int64_t panel, int64_t k, 
     /* Prefetches the words that follow in memory; with AVX2 and several tiles the next part. After the last words of an
      * item come the first words of the next one, which lie after this item's panels. */
     const int64_t next = c->tiles == 1 && k + count == c->words ? (c->group - 1) * c->words : 0;
-    const int64_t ahead = (c->tiles == 1 || !IS_AVX2 ? AHEAD + next : c->step) * PANEL;
+    const int64_t ahead = (c->tiles == 1 ? c->ahead + next : IS_AVX2 ? c->step : AHEAD) * PANEL;
     const Weights part = {(const uint32_t *)w->packed + (panel * c->words + k) * PANEL, c->words * PANEL, count, ahead};
     if (!c->widened) return part;
     widen(&part, c->group, (float *)wide);

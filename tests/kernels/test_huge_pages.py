@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +29,23 @@ def test_tensors_never_overlap(shapes: list[tuple[int, int]]) -> None:
             tensors.append(tensor.fill_(number + 1))
     for number, tensor in enumerate(tensors):
         assert bool((tensor == number + 1).all())
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages on this system")
+def test_the_kernel_may_use_huge_pages() -> None:
+    """Mappings are private and ask for huge pages. Linux has another setting for shared memory, by default "never"."""
+    tensor = huge_pages.zeros((64 << 20,), torch.uint8).fill_(1)
+    permissions, flags = "", ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first:
+            start, end = (int(address, 16) for address in first.split("-"))
+            is_ours = start <= tensor.data_ptr() < end
+            permissions = rest[0] if is_ours else permissions
+        elif is_ours and first == "VmFlags:":
+            flags = " ".join(rest)
+    assert permissions == "rw-p"
+    assert "hg" in flags.split()
 
 
 def test_memory_goes_back_with_the_last_tensor() -> None:
