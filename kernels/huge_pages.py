@@ -30,8 +30,8 @@ class _Mapping:
     """An anonymous mapping from which tensors are allocated front to back."""
 
     def __init__(self, size: int) -> None:
-        # One page more than needed, because mappings are aligned to 4 KiB only. Private, because Linux has a setting of its
-        # own for shared memory (shmem_enabled), which by default allows no huge pages.
+        # One page more than needed, because mappings are aligned to 4 KiB only. Private, because Linux has a setting of
+        # its own for shared memory (shmem_enabled), which by default allows no huge pages.
         self._memory = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel built without huge pages
