@@ -23,7 +23,7 @@ _SHARED = 16 * _PAGE  # bytes of a shared mapping; tensors of less than a quarte
 _CACHE_LINE = 64
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; Python's mmap has no name for it
 _POPULATED_AT_ONCE = _PAGE  # bytes of a call, during which no other thread of the process can map memory
-_PAUSE = 3  # the pause after a page, as a multiple of the time that it took: leaves most of a core to other threads
+_PAUSE = 9  # the pause after a page, as a multiple of the time that it took: leaves most of a core to other threads
 
 
 class _Mapping:
@@ -70,7 +70,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def populate_in_background(tensor: Tensor) -> None:
-    """Start a thread that allocates the pages of a CPU tensor of `zeros`. It uses about a quarter of a core.
+    """Start a thread that allocates the pages of a CPU tensor of `zeros`. It uses about a tenth of a core.
 
     Other threads may read and write the tensor meanwhile; its values do not change. A page that the thread has not
     reached is allocated when it is first written, under load. A host that has overcommitted its memory kills the

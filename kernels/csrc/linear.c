@@ -119,6 +119,16 @@ static void tile_of_codes(int64_t m, const Weight *w, int64_t panel, const float
 #undef TILE_OF
 }
 
+/* Writes LANES words of at most LANES rows, [row][LANES] in `square`, as [LANES][m]. A store writes LANES words, of which
+ * m are right; the next one overwrites the rest. */
+INLINE void repack_square(const float *square, int64_t m, float *packed) {
+    float lines[LANES * LANES + LANES];
+    Words columns[LANES];
+    transpose((const uint8_t *)square, VECTOR_BYTES, LANES, columns);
+    for (int64_t c = 0; c < LANES; c++) store_floats(lines + c * m, (Floats)columns[c]);
+    memcpy(packed, lines, LANES * m * sizeof(float));
+}
+
 /* Packs elements [from, to) of m rows of x as floats, [to - from][m]. Elements past the depth are zero. */
 static void pack_floats(const Linear *l, int64_t first, int64_t m, int64_t from, int64_t to, int type, float *packed) {
     const int64_t depth = l->weight.depth;
@@ -127,23 +137,37 @@ static void pack_floats(const Linear *l, int64_t first, int64_t m, int64_t from,
     for (int64_t i = 0; i < m; i++) rows[i] = source_row(l, first + i, type);
     int64_t k = from;
     for (; m <= LANES && !order && k + LANES <= min_i64(to, depth); k += LANES, packed += LANES * m) {
-        float square[LANES * LANES], lines[LANES * LANES + LANES];
-        Words columns[LANES];
+        float square[LANES * LANES];
         for (int64_t i = 0; i < LANES; i++) store_floats(square + i * LANES, load_vector(rows[min_i64(i, m - 1)], k, type));
-        transpose((const uint8_t *)square, VECTOR_BYTES, LANES, columns);
-        /* A store writes LANES floats, of which m are right; the next one overwrites the rest. */
-        for (int64_t c = 0; c < LANES; c++) store_floats(lines + c * m, (Floats)columns[c]);
-        memcpy(packed, lines, LANES * m * sizeof(float));
+        repack_square(square, m, packed);
     }
     for (; k < to; k++, packed += m)
         for (int64_t i = 0; i < m; i++) packed[i] = k < depth ? get(rows[i], order ? order[k] : k, type) : 0;
 }
 
+/* Packs words [from, to) of m rows of bfloat16 x as pairs, [to - from][m]. Elements past the depth are zero. */
+static void pack_row_pairs(const Linear *l, int64_t first, int64_t m, int64_t from, int64_t to, float *packed) {
+    const int64_t depth = l->weight.depth;
+    const int32_t *order = l->weight.order;
+    const uint16_t *rows[ACCUMULATORS];
+    for (int64_t i = 0; i < m; i++) rows[i] = source_row(l, first + i, BF16);
+    int64_t k = from;
+    for (; m <= LANES && !order && k + LANES <= min_i64(to, depth / 2); k += LANES, packed += LANES * m) {
+        float square[LANES * LANES];
+        for (int64_t i = 0; i < LANES; i++) store_floats(square + i * LANES, load_floats(rows[min_i64(i, m - 1)] + 2 * k));
+        repack_square(square, m, packed);
+    }
+    for (; k < to; k++, packed += m)
+        for (int64_t i = 0; i < m; i++) {
+            const uint32_t low = 2 * k < depth ? rows[i][order ? order[2 * k] : 2 * k] : 0;
+            const uint32_t high = 2 * k + 1 < depth ? rows[i][order ? order[2 * k + 1] : 2 * k + 1] : 0;
+            packed[i] = from_bits(low | high << 16);
+        }
+}
+
 /* Repacks words [from, to) of rows [first, first + m) of x, in the form of the weights that they are multiplied
  * with. */
 static void pack_rows(const Linear *l, int64_t first, int64_t m, int64_t from, int64_t to, int type, float *packed) {
-    const int64_t depth = l->weight.depth;
-    const int32_t *order = l->weight.order;
     if (type == F32 || !HAS_DOT) {
         const int64_t values = type == BF16 ? 2 : 1;
         const float factor = type == BF16 ? factor_of_x(l->weight.kind) : 1.0f;
@@ -152,14 +176,7 @@ static void pack_rows(const Linear *l, int64_t first, int64_t m, int64_t from, i
         for (int64_t i = 0; i < (to - from) * values * m && factor != 1.0f; i++) at[i] *= factor;
         return;
     }
-    for (int64_t i = 0; i < m; i++) {
-        const uint16_t *row = source_row(l, first + i, BF16);
-        for (int64_t k = from; k < to; k++) {
-            const uint32_t low = 2 * k < depth ? row[order ? order[2 * k] : 2 * k] : 0;
-            const uint32_t high = 2 * k + 1 < depth ? row[order ? order[2 * k + 1] : 2 * k + 1] : 0;
-            packed[k * m + i] = from_bits(low | high << 16);
-        }
-    }
+    pack_row_pairs(l, first, m, from, to, packed + from * m);
 }
 
 /* Widens pairs of bfloat16 to floats, [2 * words][PANEL] for each of `panels` panels. */
