@@ -7,7 +7,7 @@
  *
  * Quantised: in the classes from avx2 to avx512_bf16 x is quantised to 16 bits and multiplied with codes of INT8, INT4
  * and FP4 as integers (integer_rows.h). Otherwise a part of the weight is unpacked to the L1 cache, once for all rows
- * of an item. If bfloat16 is multiplied as floats, calls of few rows unpack it to registers instead.
+ * of an item. If codes are multiplied instead of weights (quantised.h), calls of few rows unpack them to registers.
  *
  * x is repacked in tiles of at most ROWS rows, [depth][rows of the tile] words, so that the inner loop loads weights
  * and broadcasts each row. An output is always one accumulator over the depth, in order. So the bits of a row do not
@@ -25,7 +25,7 @@
 #define TILES 16                            /* most tiles that share a part of the weight */
 #define BLOCK (384 << 10)                   /* with AVX2 or a quantised x: most bytes of their x, for the L2 cache */
 #define DEPTH 256                           /* depth of that part: a tile's x of this depth stays in the L1 cache */
-#define FEW_ROWS 3                          /* most rows that multiply codes in registers */
+#define FEW_ROWS (LANES == 16 ? 8 : 3)      /* most rows that multiply codes in registers */
 #define UNPACKED 128                        /* depth of a part of a quantised weight */
 #define AHEAD 48                            /* words prefetched ahead where one tile reads all of the depth */
 #define AHEAD_WIDE (LANES == 16 ? 16 : 48)  /* the same where the tile has few rows */
@@ -107,14 +107,19 @@ static void tile_of_codes(int64_t m, const Weight *w, int64_t panel, const float
     code_tile(M, M <= ACCUMULATORS / WIDE ? WIDE : NARROW, KIND, HAS_ZEROS, w, panel, x, sums)
 #define ROWS_OF(M) \
     case M: \
-        if (w->kind == CODES_FP8) TILE_OF(M, CODES_FP8, 0); \
+        if (HAS_INTEGER_PRODUCTS || w->kind == CODES_FP8) TILE_OF(M, CODES_FP8, 0); \
         else if (w->kind == CODES_FP4) TILE_OF(M, CODES_FP4, 0); \
         else if (w->kind == CODES_INT8 && w->zeros) TILE_OF(M, CODES_INT8, 1); \
         else if (w->kind == CODES_INT8) TILE_OF(M, CODES_INT8, 0); \
         else if (w->zeros) TILE_OF(M, CODES_INT4, 1); \
         else TILE_OF(M, CODES_INT4, 0); \
         break;
-    switch (m) { ROWS_OF(1) ROWS_OF(2) ROWS_OF(3) }
+    switch (m) {
+        ROWS_OF(1) ROWS_OF(2) ROWS_OF(3)
+#if LANES == 16
+        ROWS_OF(4) ROWS_OF(5) ROWS_OF(6) ROWS_OF(7) ROWS_OF(8)
+#endif
+    }
 #undef ROWS_OF
 #undef TILE_OF
 }
@@ -145,22 +150,36 @@ static void pack_floats(const Linear *l, int64_t first, int64_t m, int64_t from,
         for (int64_t i = 0; i < m; i++) packed[i] = k < depth ? get(rows[i], order ? order[k] : k, type) : 0;
 }
 
+/* Puts bfloat16 elements in the order of part_codes: the second and third of four change places. */
+INLINE Words in_order_of_codes(Words x) {
+#if HAS_CODE_PAIRS
+    return (Words)_mm512_shufflehi_epi16(_mm512_shufflelo_epi16((__m512i)x, _MM_PERM_DBCA), _MM_PERM_DBCA);
+#else
+    return x;
+#endif
+}
+
 /* Packs words [from, to) of m rows of bfloat16 x as pairs, [to - from][m]. Elements past the depth are zero. */
 static void pack_row_pairs(const Linear *l, int64_t first, int64_t m, int64_t from, int64_t to, float *packed) {
     const int64_t depth = l->weight.depth;
+    const int has_code_pairs = HAS_CODE_PAIRS && l->weight.kind == CODES_FP8;
     const int32_t *order = l->weight.order;
     const uint16_t *rows[ACCUMULATORS];
     for (int64_t i = 0; i < m; i++) rows[i] = source_row(l, first + i, BF16);
     int64_t k = from;
     for (; m <= LANES && !order && k + LANES <= min_i64(to, depth / 2); k += LANES, packed += LANES * m) {
         float square[LANES * LANES];
-        for (int64_t i = 0; i < LANES; i++) store_floats(square + i * LANES, load_floats(rows[min_i64(i, m - 1)] + 2 * k));
+        for (int64_t i = 0; i < LANES; i++) {
+            const Words x = load_words(rows[min_i64(i, m - 1)] + 2 * k);
+            store_floats(square + i * LANES, (Floats)(has_code_pairs ? in_order_of_codes(x) : x));
+        }
         repack_square(square, m, packed);
     }
     for (; k < to; k++, packed += m)
         for (int64_t i = 0; i < m; i++) {
-            const uint32_t low = 2 * k < depth ? rows[i][order ? order[2 * k] : 2 * k] : 0;
-            const uint32_t high = 2 * k + 1 < depth ? rows[i][order ? order[2 * k + 1] : 2 * k + 1] : 0;
+            const int64_t a = has_code_pairs ? k / 2 * 4 + k % 2 : 2 * k, b = has_code_pairs ? a + 2 : a + 1;
+            const uint32_t low = a < depth ? rows[i][order ? order[a] : a] : 0;
+            const uint32_t high = b < depth ? rows[i][order ? order[b] : b] : 0;
             packed[i] = from_bits(low | high << 16);
         }
 }
@@ -231,11 +250,11 @@ INLINE Cut cut(const Linear *l, const int type) {
 INLINE Weights part_of(const Linear *l, const Cut *c, int64_t panel, int64_t k, int64_t count, const int type, uint32_t *wide) {
     const Weight *w = &l->weight;
     if (w->kind != PLAIN) {
-        const int form = type == F32 ? WEIGHT_FLOATS : HAS_DOT ? WEIGHT_PAIRS : NUMBERS;
+        const int form = type == F32 ? WEIGHT_FLOATS : HAS_CODE_PAIRS ? CODE_PAIRS : HAS_DOT ? WEIGHT_PAIRS : NUMBERS;
         const int64_t to = min_i64((k + c->step) * c->values, padded_depth(w->depth));
-        const int64_t values = form == WEIGHT_PAIRS ? 1 : c->values;
+        const int64_t words = c->values / values_of_form(form);
         unpack(w, panel, c->group, k * c->values, to, form, wide);
-        return (Weights){wide, (to / c->values - k) * values * PANEL, count * values, 0};
+        return (Weights){wide, (to / c->values - k) * words * PANEL, count * words, 0};
     }
     /* Prefetches the words that follow in memory; with AVX2 and several tiles the next part. After the last words of an
      * item come the first words of the next one, which lie after this item's panels. */
@@ -262,17 +281,19 @@ INLINE void multiply_part(const Linear *l, const Cut *c, const Weights *part, in
 static void multiply_numbers(const Linear *l, const Cut *c, const Weights *part, int64_t panel, int64_t k, int64_t from,
                              int64_t to, Floats group_sums[TILES][ACCUMULATORS], Floats sums[TILES][ACCUMULATORS]) {
     const Weight *w = &l->weight;
-    const int64_t groups = groups_of(w), end = 2 * k + part->words;
+    const int64_t values = HAS_CODE_PAIRS ? 2 : 1; /* of a word */
+    const int64_t groups = groups_of(w), end = 2 * k + part->words * values;
     for (int64_t at = 2 * k; at < end;) {
         const int64_t group = min_i64(at / w->group, groups - 1);
         const int64_t last = group == groups - 1 ? padded_depth(w->depth) : (group + 1) * w->group, stop = min_i64(end, last);
         Floats scale[WIDE];
         for (int64_t j = 0; j < c->n && stop == last; j++) scale[j] = scale_of_sums(w, panel, group, j, (int)w->kind);
-        const Weights numbers = {part->w + (at - 2 * k) * PANEL, part->panel_stride, stop - at, 0};
+        const Weights numbers = {part->w + (at - 2 * k) / values * PANEL, part->panel_stride, (stop - at) / values, 0};
         for (int64_t t = from; t < to; t++) {
             const int64_t first = t * c->height, m = min_i64(c->height, l->rows - first);
             Floats *of_group = group_sums[t - from];
-            tile_of_floats(m, c->n, &numbers, c->x + first * c->words * 2 + at * m, of_group);
+            const float *x = c->x + (first * c->words * 2 + at * m) / values;
+            (HAS_CODE_PAIRS ? tile_of_pairs : tile_of_floats)(m, c->n, &numbers, x, of_group);
             for (int64_t i = 0; i < m * c->n && stop == last; i += c->n)
                 for (int64_t j = 0; j < c->n; j++)
                     sums[t - from][i + j] += of_group[i + j] * scale[j], of_group[i + j] = (Floats){};
@@ -317,7 +338,7 @@ INLINE void multiply(const Linear *l, const Cut *c, int64_t item, const int type
     const int64_t words = c->words, height = c->height, rows = l->rows;
     const int64_t panel = item % c->columns * c->group, block = item / c->columns * c->most;
     const int64_t last = min_i64(block + c->most, c->tiles);
-    const int as_numbers = type == BF16 && !HAS_DOT && l->weight.kind != PLAIN && !c->chunks;
+    const int as_numbers = type == BF16 && (!HAS_DOT || HAS_CODE_PAIRS) && l->weight.kind != PLAIN && !c->chunks;
     Floats sums[TILES][ACCUMULATORS], group_sums[TILES][ACCUMULATORS];
     uint32_t wide[GROUP * UNPACKED * PANEL] __attribute__((aligned(64)));
     memset(sums, 0, (last - block) * sizeof sums[0]);

@@ -38,7 +38,7 @@ from coatcheck.kernels.layers.quantised_linear import (
     quantised_linear,
 )
 from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, quantise_rows
-from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
+from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
 from coatcheck.kernels.layers.w8a8_linear import FormatChoice, choose_format, multiply_rows
 from coatcheck.kernels.lora.lora_linear import LoraLinear
 from coatcheck.kernels.lora.shrink_expand import StackedLora
@@ -310,7 +310,7 @@ def pack_quantised(weight: QuantisedWeight) -> tuple[Tensor, ...]:
     features, depth = weight.shape
     rows, code_bytes = -(-features // 64) * 64, -(-depth // 32) * 32 * weight.kind.bits // 8
     codes = F.pad(weight.codes, (0, code_bytes - weight.codes.shape[1], 0, rows - features))
-    by_row = [part for part in (weight.scales, weight.row_scales, weight.zeros) if part is not None]
+    by_row = [part for part in (_scales_of(weight), weight.row_scales, weight.zeros) if part is not None]
     parts = [codes.view(torch.int32), *(F.pad(part, (0, 0, 0, rows - features)) for part in by_row)]
     packed = []
     for part in parts:
@@ -319,6 +319,25 @@ def pack_quantised(weight: QuantisedWeight) -> tuple[Tensor, ...]:
     if weight.order is not None:
         packed.append(weight.order.int().contiguous())
     return tuple(packed)
+
+
+def _scales_of(weight: QuantisedWeight) -> Tensor:
+    """The scales, NaN for groups with a NaN among their codes: the C kernels would take this code for 480."""
+    if weight.kind is not CodeKind.FP8:
+        return weight.scales
+    scales = weight.scales
+    rows, columns = weight.shape
+    step = max(1, _CHECKED_CODES // columns)
+    for start in range(0, rows, step):
+        found = ((weight.codes[start : start + step] & 127) == 127).nonzero()
+        if len(found):
+            scales = scales.clone() if scales is weight.scales else scales
+            nan = 255 if scales.dtype == torch.uint8 else torch.nan
+            scales[start + found[:, 0], found[:, 1] // weight.group] = nan
+    return scales
+
+
+_CHECKED_CODES = 16 << 20  # codes that are searched for NaN at a time
 
 
 def weight_struct(

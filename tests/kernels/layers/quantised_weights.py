@@ -48,8 +48,7 @@ def random_weight(
     return weight
 
 
-def multiplies_rounded_weights(kind: CodeKind) -> bool:
-    """Whether this processor's class multiplies the dequantised weight in bfloat16: that of FP8 with AVX512-BF16."""
+def multiplies_rounded_weights() -> bool:
+    """Whether this processor's class multiplies dequantised weights in bfloat16."""
     library = native.library()
-    by_class = {"avx512_bf16": (CodeKind.FP8,), "amx": tuple(CodeKind)}
-    return library is not None and kind in by_class.get(library.cpu_class, ())
+    return library is not None and library.cpu_class == "amx"

@@ -170,7 +170,7 @@ def test_quantised_experts_give_the_products_of_their_dequantised_weights(
         len(quantised.parts[0]) == 2 + (zeros is not None) + has_row_scales
         and quantised.parts[0][0].nbytes < plain.parts[0][0].nbytes / 1.5
     )
-    is_rounded = dtype == torch.float32 or multiplies_rounded_weights(kind)
+    is_rounded = dtype == torch.float32 or multiplies_rounded_weights()
     for tokens in (1, 90):
         x = torch.randn(tokens, HIDDEN).to(dtype) / 8
         ids, factors = torch.rand(tokens, EXPERTS - 2).topk(TOP_K).indices.int(), torch.rand(tokens, TOP_K)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,7 +55,7 @@ def test_the_product_is_that_of_the_dequantised_weight(
         quantised, plain = PackedLinear(weight, bias), PackedLinear(weight.dequantise(), bias)
         for rows in ROWS:
             x = torch.randn(rows, depth).to(dtype)
-            if dtype == torch.float32 or multiplies_rounded_weights(kind):
+            if dtype == torch.float32 or multiplies_rounded_weights():
                 assert torch.equal(quantised(x), plain(x))
                 continue
             exact = F.linear(x.float(), weight.dequantise(torch.float32), bias.float())
@@ -91,6 +93,37 @@ def test_every_scale_in_e4m3_is_exact(rows: int) -> None:
     for group in range(256):
         x.zero_()[:, 8 * group] = 1.0
         assert torch.equal(linear(x), exact[:, group].bfloat16().expand(rows, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 12, 40])
+def test_every_e4m3_code_is_exact(dtype: torch.dtype, rows: int) -> None:
+    """Every code at every place of a word, subnormal ones too, times a row of x with a single one."""
+    codes = (torch.arange(256)[:, None] + torch.arange(256)) % 256
+    codes = codes.where(codes & 127 < 127, 0)  # 127 is NaN
+    weight = QuantisedWeight.of_codes(CodeKind.FP8, codes, torch.tensor([[1.0, 0.5]]).repeat(256, 1), 128, dtype)
+    linear, exact = PackedLinear(weight), weight.dequantise(torch.float32).T
+    ones = torch.eye(256).to(dtype)
+    got = torch.cat([linear(part) for part in ones.split(rows)])
+    assert torch.equal(got.float(), exact)
+
+
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_codes_of_fp8_give_nan(dtype: torch.dtype, scales: torch.dtype) -> None:
+    """In the features that have them, and only there."""
+    weight = random_weight(CodeKind.FP8, 100, 256, 128, dtype, scales=scales)
+    clean = PackedLinear(weight)
+    codes = weight.codes.clone()
+    codes[3, 100], codes[70, 255] = 0x7F, 0xFF
+    linear = PackedLinear(replace(weight, codes=codes))
+    is_nan = torch.zeros(100, dtype=torch.bool)
+    is_nan[[3, 70]] = True
+    for rows in ROWS:
+        x = torch.randn(rows, 256).to(dtype)
+        y = linear(x)
+        assert torch.equal(y.isnan(), is_nan.expand(rows, -1))
+        assert torch.equal(y[:, ~is_nan], clean(x)[:, ~is_nan])
 
 
 @pytest.mark.parametrize("rows", [1, 8])
