@@ -23,6 +23,7 @@ from torch import Tensor
 
 from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.bench.setup.roof import best_seconds, matrix_throughput, read_bandwidth
+from coatcheck.kernels import huge_pages
 from coatcheck.kernels.attention.paged_attention import paged_attention
 from coatcheck.kernels.attention.rotary import rotary_and_store, rotary_and_store_reference
 from coatcheck.kernels.kv.kv_cache import KVCache
@@ -96,7 +97,9 @@ def attention() -> Iterator[KernelCase]:
     """Attention that reads the pool in place, compared with SDPA on keys and values that were gathered in advance."""
     for batch, q_len, context in ((1, 1, 256), (16, 1, 256), (32, 1, 256), (1, 1, 8192), (1, 512, 512), (1, 512, 2048)):
         blocks = -(-context // BLOCK)
-        pool = torch.randn(batch * blocks, 2 * LAYERS, KV_HEADS, BLOCK, DIM).bfloat16()
+        # On huge pages, as the pool of a rank is: its blocks are read in any order, each on another page.
+        pool = huge_pages.zeros((batch * blocks, 2 * LAYERS, KV_HEADS, BLOCK, DIM), torch.bfloat16)
+        pool.copy_(torch.randn(pool.shape))
         tables = torch.randperm(batch * blocks).view(batch, blocks).int()
         q = torch.randn(batch * q_len, HEADS, DIM).bfloat16()
         gathered = torch.randn(2 * LAYERS, batch, KV_HEADS, context, DIM).bfloat16()
