@@ -1,8 +1,8 @@
 """CPU tensors on huge pages, for weights and KV pools.
 
 A step reads every weight once, so caches do not help. With pages of 4 KiB it also misses the TLB for each page. Linux
-gives 2 MiB pages to mappings that ask for them (MADV_HUGEPAGE). On other systems the pages have the usual size. Small
-tensors share a mapping. A mapping is freed with its last tensor.
+gives 2 MiB pages to private mappings that ask for them (MADV_HUGEPAGE). On other systems the pages have the usual size.
+Small tensors share a mapping. A mapping is freed with its last tensor.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ INLINE void integer_tile(const int m, const int n, const int kind, const Weight 
                 const uint32_t *at = codes + j / VECTORS * stride + j % VECTORS * LANES;
                 loaded[j] = load_words(at);
                 if (j % VECTORS) continue;
-                /* More rows are bound by their products, and take longer if the codes are in L2. */
+                /* Calls of more rows are compute-bound, and slower with the codes in L2. */
                 if (n == MOST_VECTORS) prefetch_to_l2(at + span->ahead);
                 else __builtin_prefetch(at + span->ahead);
             }

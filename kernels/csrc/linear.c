@@ -28,7 +28,7 @@
 #define FEW_ROWS (LANES == 16 ? 8 : 3)      /* most rows that multiply codes in registers */
 #define UNPACKED 128                        /* depth of a part of a quantised weight */
 #define AHEAD 48                            /* words prefetched ahead where one tile reads all of the depth */
-#define AHEAD_WIDE (LANES == 16 ? 16 : 48)  /* the same where the tile has few rows */
+#define AHEAD_WIDE (LANES == 16 ? 16 : 48)  /* the same for tiles of few rows (n == WIDE) */
 
 /* What a word of weights is, and what is done with it. */
 enum { ONE_FLOAT, WIDENED_PAIR, DOT_PAIR };
@@ -106,7 +106,7 @@ static void tile_of_codes(int64_t m, const Weight *w, int64_t panel, const float
 #define TILE_OF(M, KIND, HAS_ZEROS) \
     code_tile(M, M <= ACCUMULATORS / WIDE ? WIDE : NARROW, KIND, HAS_ZEROS, w, panel, x, sums)
 #define ROWS_OF(M) \
-    case M: \
+    case M: /* with integer products only FP8 comes here */ \
         if (HAS_INTEGER_PRODUCTS || w->kind == CODES_FP8) TILE_OF(M, CODES_FP8, 0); \
         else if (w->kind == CODES_FP4) TILE_OF(M, CODES_FP4, 0); \
         else if (w->kind == CODES_INT8 && w->zeros) TILE_OF(M, CODES_INT8, 1); \
@@ -124,8 +124,8 @@ static void tile_of_codes(int64_t m, const Weight *w, int64_t panel, const float
 #undef TILE_OF
 }
 
-/* Writes LANES words of at most LANES rows, [row][LANES] in `square`, as [LANES][m]. A store writes LANES words, of which
- * m are right; the next one overwrites the rest. */
+/* Writes LANES words of at most LANES rows, [row][LANES] in `square`, as [LANES][m]. A store writes LANES words, of
+ * which m are right; the next one overwrites the rest. */
 INLINE void repack_square(const float *square, int64_t m, float *packed) {
     float lines[LANES * LANES + LANES];
     Words columns[LANES];
@@ -276,7 +276,7 @@ INLINE void multiply_part(const Linear *l, const Cut *c, const Weights *part, in
     }
 }
 
-/* As multiply_part, for a part that holds codes less zero points. `group_sums`: the unscaled sums of the group in which
+/* As multiply_part, for a part that holds codes less zero points, or pairs of FP8 codes. `group_sums`: the unscaled sums of the group in which
  * the part begins. */
 static void multiply_numbers(const Linear *l, const Cut *c, const Weights *part, int64_t panel, int64_t k, int64_t from,
                              int64_t to, Floats group_sums[TILES][ACCUMULATORS], Floats sums[TILES][ACCUMULATORS]) {

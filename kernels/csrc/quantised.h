@@ -44,20 +44,20 @@ INLINE int64_t scale_bytes(int64_t type) { return type == E8M0 || type == FP8 ||
 INLINE int64_t groups_of(const Weight *w) { return (w->depth + w->group - 1) / w->group; }
 INLINE int64_t padded_depth(int64_t depth) { return (depth + 2 * TILE_WORDS - 1) / (2 * TILE_WORDS) * 2 * TILE_WORDS; }
 
-/* The codes of a word, split up so that number_of needs few instructions per code. For FP8 pairs of bfloat16: `even` of
- * the first and third code, `odd` of the second and fourth, times FACTOR(CODES_FP8). */
+/* The codes of a word, split up so that number_of needs few instructions per code. For FP8: `even` holds codes 0 and 2
+ * as a pair of bfloat16, `odd` codes 1 and 3, times FACTOR(CODES_FP8). */
 typedef struct {
     Words even, odd;
 } Codes;
 
 #if defined(__AVX512F__)
-/* bfloat16 of the e4m3 codes whose bits `fields` holds, shifted to where bfloat16 has them. The exponent gets another
- * bias. */
-INLINE Shorts with_leading_one(Shorts fields) { return (fields & (Shorts)((Words){} + 0x87F087F0u)) + (120 << 7); }
+/* e4m3 codes as bfloat16, each taken for a normal number. `fields`: the codes' bits, shifted to where bfloat16 has them.
+ * Rebiases the exponent by 120. */
+INLINE Shorts as_if_normal(Shorts fields) { return (fields & (Shorts)((Words){} + 0x87F087F0u)) + (120 << 7); }
 
-/* bfloat16 of e4m3 codes. `x`: the same with a leading one, which codes with an exponent of 0 do not have. `codes`: the
- * code in the lower byte of each 16 bits, anything in the upper one. */
-INLINE Shorts without_leading_one(Shorts x, Shorts codes) {
+/* Corrects the subnormal codes (exponent 0, no implicit one) of as_if_normal's `x` with a table. `codes`: the code in the
+ * lower byte of each 16 bits, anything in the upper one. */
+INLINE Shorts with_subnormals(Shorts x, Shorts codes) {
     /* For code i: the bits of i * 2^-9 less those of (8 + i) * 2^-10. */
     const __m512i change = _mm512_setr_epi32(0xFEF0C400, 0xFF90FF60, 0xFFD0FFC0, 0xFFF0FFE0, 0, 0, 0, 0, 0,
                                              0, 0, 0, 0, 0, 0, 0);
@@ -68,8 +68,8 @@ INLINE Shorts without_leading_one(Shorts x, Shorts codes) {
 INLINE Codes part_codes(Words words, const int kind) {
     if (kind != CODES_FP8) return (Codes){words, words};
     const Shorts codes = (Shorts)words, upper = (Shorts)((UnsignedShorts)words >> 8);
-    return (Codes){(Words)without_leading_one(with_leading_one(codes << 8 >> 4), codes),
-                   (Words)without_leading_one(with_leading_one(codes >> 4), upper)};
+    return (Codes){(Words)with_subnormals(as_if_normal(codes << 8 >> 4), codes),
+                   (Words)with_subnormals(as_if_normal(codes >> 4), upper)};
 }
 
 /* Code i of each word as a number times FACTOR(kind). */
@@ -139,8 +139,8 @@ INLINE Floats number_of(Codes codes, const int i, const int kind) {
 /* The factor of x before products with number_of, so that products with FP8 do not become subnormal. */
 INLINE float factor_of_x(int64_t kind) { return kind == CODES_FP8 && FACTOR(CODES_FP8) < 1 ? 0x1p60f : 1.0f; }
 
-/* Whether linear.c multiplies the pairs of bfloat16 that part_codes makes of FP8. All other kinds are then multiplied as
- * integers. */
+/* Whether linear.c multiplies the pairs of bfloat16 that part_codes makes of FP8. It then multiplies all other kinds as
+ * integers. linear_amx.c does neither. */
 #ifdef __AVX512BF16__
 #define HAS_CODE_PAIRS 1
 #else
@@ -236,7 +236,7 @@ INLINE void unpack_panel(const Weight *w, int64_t panel, int64_t from, int64_t t
             uint32_t *row = unpacked + (k - from) / values_of_form(form) * PANEL;
             /* Prefetches the next part at the same offset: the hardware prefetcher does not follow that jump. */
             const uint32_t *next = codes + (k + to - from) / per_word * PANEL;
-            if (LANES == 16 && !is_scaled) prefetch_to_l2(next); /* 9 to 32 rows are 6 to 8% faster */
+            if (LANES == 16 && !is_scaled) prefetch_to_l2(next); /* on a Zen 4 9 to 32 rows are 6 to 8% faster */
             else __builtin_prefetch(next);
             for (int v = 0; v < VECTORS; v++) {
                 const Codes parts = part_codes(load_words(codes + k / per_word * PANEL + v * LANES), kind);
@@ -307,7 +307,7 @@ INLINE void code_tile(const int m, const int n, const int kind, const int has_ze
                 const uint32_t *at = codes + j / VECTORS * stride + j % VECTORS * LANES;
                 parts[j] = part_codes(load_words(at), kind);
                 if (j % VECTORS) continue;
-                /* More rows are bound by their products, and take longer if the codes are in L2. */
+                /* Calls of more rows are compute-bound, and slower with the codes in L2. */
                 if (LANES == 16 && n == MOST_VECTORS) prefetch_to_l2(at + CODES_AHEAD * PANEL);
                 else __builtin_prefetch(at + CODES_AHEAD * PANEL);
             }

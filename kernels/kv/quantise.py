@@ -229,10 +229,11 @@ def _by_group(numbers, of_group, SUBTRACT: tl.constexpr):
 
 @triton.jit
 def _scale(scale):
-    """float32 of a scale. A byte e stands for 2^(e - 127) (E8M0). 2^-127 is subnormal: bit 22 alone is set."""
+    """float32 of a scale. A byte e stands for 2^(e - 127) (E8M0), and 255 for NaN. 2^-127 is subnormal: bit 22 alone is
+    set. With bit 22 the bits of infinity are a NaN."""
     if scale.dtype == tl.uint8:
         bits = scale.to(tl.int32) << 23
-        return tl.where(bits == 0, 1 << 22, bits).to(tl.float32, bitcast=True)
+        return tl.where((bits == 0) | (bits == 0x7F800000), bits | (1 << 22), bits).to(tl.float32, bitcast=True)
     else:
         return scale.to(tl.float32)
 

@@ -46,6 +46,7 @@ from coatcheck.kernels.lora.shrink_expand import StackedLora
 # Rows of each call of a library on a CPU with `batch_invariant`: enough to keep matrix units busy, and so few that a
 # decode step is still bound by reading the weight.
 ROW_TILE = 64
+_CHECKED_CODES = 16 << 20  # FP8 codes that are searched for NaN at a time
 
 
 class PackedLinear(nn.Module):
@@ -310,7 +311,7 @@ def pack_quantised(weight: QuantisedWeight) -> tuple[Tensor, ...]:
     features, depth = weight.shape
     rows, code_bytes = -(-features // 64) * 64, -(-depth // 32) * 32 * weight.kind.bits // 8
     codes = F.pad(weight.codes, (0, code_bytes - weight.codes.shape[1], 0, rows - features))
-    by_row = [part for part in (_scales_of(weight), weight.row_scales, weight.zeros) if part is not None]
+    by_row = [part for part in (_scales_with_nan(weight), weight.row_scales, weight.zeros) if part is not None]
     parts = [codes.view(torch.int32), *(F.pad(part, (0, 0, 0, rows - features)) for part in by_row)]
     packed = []
     for part in parts:
@@ -321,11 +322,13 @@ def pack_quantised(weight: QuantisedWeight) -> tuple[Tensor, ...]:
     return tuple(packed)
 
 
-def _scales_of(weight: QuantisedWeight) -> Tensor:
-    """The scales, NaN for groups with a NaN among their codes: the C kernels would take this code for 480."""
+def _scales_with_nan(weight: QuantisedWeight) -> Tensor:
+    """The scales, NaN for groups with a NaN among their codes: the C kernels would read its codes 0x7F and 0xFF as 480
+    and -480."""
     if weight.kind is not CodeKind.FP8:
         return weight.scales
     scales = weight.scales
+    assert scales.dtype != torch.float8_e4m3fn, "the C kernels read no NaN from scales in e4m3"
     rows, columns = weight.shape
     step = max(1, _CHECKED_CODES // columns)
     for start in range(0, rows, step):
@@ -335,9 +338,6 @@ def _scales_of(weight: QuantisedWeight) -> Tensor:
             nan = 255 if scales.dtype == torch.uint8 else torch.nan
             scales[start + found[:, 0], found[:, 1] // weight.group] = nan
     return scales
-
-
-_CHECKED_CODES = 16 << 20  # codes that are searched for NaN at a time
 
 
 def weight_struct(

@@ -32,8 +32,8 @@ def test_tensors_never_overlap(shapes: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages on this system")
-def test_the_kernel_may_use_huge_pages() -> None:
-    """Mappings are private and ask for huge pages. Linux has another setting for shared memory, by default "never"."""
+def test_mappings_are_private_and_ask_for_huge_pages() -> None:
+    """Linux has another setting for huge pages of shared memory, by default "never"."""
     tensor = huge_pages.zeros((64 << 20,), torch.uint8).fill_(1)
     permissions, flags = "", ""
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -12,10 +12,6 @@ enum { BF16 = 0, F32 = 1, F16 = 2, FP8 = 3, INT8 = 4, INT4 = 5 };
 INLINE int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Prefetches a line of a weight into the L2 cache. A core has more reads in flight there than into its L1 cache: decodes
- * of one row, which read at the memory's bandwidth, take 0.84 to 0.9 of the time on a Zen 4 (bench/LOG.md). */
-#define prefetch_to_l2(line) __builtin_prefetch(line, 0, 2)
-
 INLINE float from_bits(uint32_t bits) {
     float x;
     memcpy(&x, &bits, 4);

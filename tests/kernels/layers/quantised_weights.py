@@ -51,4 +51,4 @@ def random_weight(
 def multiplies_rounded_weights() -> bool:
     """Whether this processor's class multiplies dequantised weights in bfloat16."""
     library = native.library()
-    return library is not None and library.cpu_class == "amx"
+    return library is not None and library.cpu_class in ("amx", "neon_bf16")

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("linear_bf16")]
 ROWS = [1, 7, 40]
 SHAPES = [  # features, depth, group
     (100, 130, 130), (129, 256, 128), (17, 200, 40), (70, 208, 16), (40, 320, 64), (64, 288, 32),
+    (65, 131, 131),
 ]  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def test_a_row_never_depends_on_its_neighbours(dtype: torch.dtype, kind: CodeKin
     linear = PackedLinear(random_weight(kind, 144, depth, group, dtype, zeros=zeros))
     x = torch.randn(200, depth).to(dtype)
     whole = linear(x)
-    for first, last in ((0, 1), (1, 3), (3, 6), (6, 10), (5, 12), (100, 124), (3, 199)):
+    for first, last in ((0, 1), (1, 3), (3, 6), (6, 10), (5, 12), (20, 26), (30, 38), (40, 49), (100, 124), (3, 199)):
         assert torch.equal(linear(x[first:last]), whole[first:last])
 
 
@@ -126,6 +127,20 @@ def test_nan_codes_of_fp8_give_nan(dtype: torch.dtype, scales: torch.dtype) -> N
         assert torch.equal(y[:, ~is_nan], clean(x)[:, ~is_nan])
 
 
+@pytest.mark.parametrize("kind", [CodeKind.FP8, CodeKind.FP4])
+def test_the_scale_255_of_e8m0_is_nan(kind: CodeKind) -> None:
+    """In the reference and in the kernels, as the Microscaling formats define it."""
+    weight = random_weight(kind, 64, 128, 32, torch.bfloat16, scales=torch.uint8)
+    scales = weight.scales.clone()
+    scales[5, 1] = 255
+    weight = replace(weight, scales=scales)
+    is_nan = torch.arange(64) == 5
+    assert torch.equal(weight.dequantise().isnan().any(1), is_nan)
+    for rows in ROWS:
+        y = PackedLinear(weight)(torch.randn(rows, 128).bfloat16())
+        assert torch.equal(y.isnan(), is_nan.expand(rows, -1))
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize(("scale", "size"), [(1e6, 1.0), (1e-12, 1.0), (1e6, 1e-9), (1e-3, 1e9)])
 def test_large_and_small_fp8_weights_are_exact(rows: int, scale: float, size: float) -> None:
@@ -140,9 +155,12 @@ def test_large_and_small_fp8_weights_are_exact(rows: int, scale: float, size: fl
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_groups_of_scattered_columns_read_x_in_their_order(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "zeros"), [(CodeKind.INT4, torch.int8), (CodeKind.FP8, None)])
+def test_groups_of_scattered_columns_read_x_in_their_order(
+    kind: CodeKind, zeros: torch.dtype | None, dtype: torch.dtype
+) -> None:
     """A weight whose groups are columns in any order, as act-order makes them, gives its product."""
-    weight = random_weight(CodeKind.INT4, 70, 96, 32, dtype, zeros=torch.int8, is_ordered=True)
+    weight = random_weight(kind, 70, 96, 32, dtype, zeros=zeros, is_ordered=True)
     linear = PackedLinear(weight)
     for rows in ROWS:
         x = torch.randn(rows, 96).to(dtype)
