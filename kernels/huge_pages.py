@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 _PAGE = 2 << 20  # bytes
-_SHARED = 16 * _PAGE  # bytes of a shared mapping; tensors of less than a quarter of it share one
+_SHARED = 16 * _PAGE  # bytes of a mapping for small tensors: those of less than a quarter of it share one
 _CACHE_LINE = 64
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; Python's mmap has no name for it
 _POPULATED_AT_ONCE = _PAGE  # bytes of a call, during which no other thread of the process can map memory

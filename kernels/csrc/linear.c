@@ -276,8 +276,8 @@ INLINE void multiply_part(const Linear *l, const Cut *c, const Weights *part, in
     }
 }
 
-/* As multiply_part, for a part that holds codes less zero points, or pairs of FP8 codes. `group_sums`: the unscaled sums of the group in which
- * the part begins. */
+/* As multiply_part, for a part that holds codes less zero points, or pairs of FP8 codes. `group_sums`: the unscaled sums
+ * of the group in which the part begins. */
 static void multiply_numbers(const Linear *l, const Cut *c, const Weights *part, int64_t panel, int64_t k, int64_t from,
                              int64_t to, Floats group_sums[TILES][ACCUMULATORS], Floats sums[TILES][ACCUMULATORS]) {
     const Weight *w = &l->weight;

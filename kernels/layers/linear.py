@@ -38,7 +38,7 @@ from coatcheck.kernels.layers.quantised_linear import (
     quantised_linear,
 )
 from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, quantise_rows
-from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
+from coatcheck.kernels.layers.quantised_weight import E8M0_NAN, CodeKind, QuantisedWeight
 from coatcheck.kernels.layers.w8a8_linear import FormatChoice, choose_format, multiply_rows
 from coatcheck.kernels.lora.lora_linear import LoraLinear
 from coatcheck.kernels.lora.shrink_expand import StackedLora
@@ -335,7 +335,7 @@ def _scales_with_nan(weight: QuantisedWeight) -> Tensor:
         found = ((weight.codes[start : start + step] & 127) == 127).nonzero()
         if len(found):
             scales = scales.clone() if scales is weight.scales else scales
-            nan = 255 if scales.dtype == torch.uint8 else torch.nan
+            nan = E8M0_NAN if scales.dtype == torch.uint8 else torch.nan
             scales[start + found[:, 0], found[:, 1] // weight.group] = nan
     return scales
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # value of each e2m1
 _E8M0_BIAS = 127
-_E8M0_NAN = 255
+E8M0_NAN = 255
 GROUP = 128
 _LARGEST_FP8 = 448.0
 
@@ -206,7 +206,7 @@ class QuantisedWeight:
         if self.scales.dtype != torch.uint8:
             return self.scales.float() if self.row_scales is None else self.scales.float() * self.row_scales
         scales = torch.ldexp(torch.ones(self.scales.shape, device=self.device), self.scales.int() - _E8M0_BIAS)
-        return scales.masked_fill(self.scales == _E8M0_NAN, torch.nan)
+        return scales.masked_fill(self.scales == E8M0_NAN, torch.nan)
 
 
 def pack_halves(codes: Tensor) -> Tensor:

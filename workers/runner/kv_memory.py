@@ -32,9 +32,8 @@ def allocate_kv_pool(layout: BlockLayout, num_blocks: int, device: torch.device)
     """uint8 [num_blocks, bytes_per_block], zeroed.
 
     On CPU it lies on huge pages, because a decode step reads blocks that lie anywhere, and a thread allocates the pages
-    while the rank already serves: Linux takes up to a second to zero 1 GiB, and
-    up to three on a virtual machine whose host must first find the memory. Raises InvalidConfig if this process
-    cannot have that much memory.
+    while the rank already serves: Linux takes up to a second to zero 1 GiB, and up to three on a virtual machine whose
+    host must first find the memory. Raises InvalidConfig if this process cannot have that much memory.
     """
     if device.type == "cpu":
         try:
