@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from coatcheck.cluster.client.async_client import AsyncClient
+from coatcheck.cluster.client.results import ToolCall
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import FakeGroup, fake_embedding
-from tests.router.openai.scripted_chat import HELLO, TOOL_TEMPLATE, WEATHER, saying
+from tests.router.openai.scripted_chat import HELLO, TOOL_TEMPLATE, WEATHER, saying, tokens_until
 from tests.router.router_under_test import StartRouter
 from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model
 
@@ -33,8 +34,14 @@ async def test_tools_and_reasoning(start_router: StartRouter, model: TokenizerJs
         assert (whole.text, whole.choices[0].reasoning, whole.finish_reason) == ("so", "hm", "stop")
         assert [(call.name, call.arguments) for call in whole.tool_calls] == [("weather", '{"city": "Bonn"}')] * 2
         assert [call["name"] for call in whole.to_json()["tool_calls"]] == ["weather"] * 2
+        group = router.groups[0]
+        group.go(tokens_until(f"<think>hm</think>so{CALL}", '"city":'))
+        pieces: list[ToolCall] = []
         async with client.stream_chat(HELLO, **options) as stream:
-            pieces = [piece for chunk in [chunk async for chunk in stream] for piece in chunk.tool_calls]
+            async for chunk in stream:
+                pieces += chunk.tool_calls
+                if chunk.tool_calls:
+                    group.go()
         assert len(pieces) > 2 and stream.result.tool_calls[1].arguments == '{"city": "Bonn"}'
         assert "<tool_call>" in (await client.chat(HELLO, **options, split_output=False)).text
         await client.chat(HELLO, **options, tool_choice="required")

@@ -47,6 +47,15 @@ def saying(text: str) -> FakeGroup:
     return FakeGroup(token=lambda submit, choice, position: ids[position], model=model, num_blocks=512)
 
 
+def tokens_until(text: str, place: str) -> int:
+    """How many tokens `saying(text)` sends up to the end of `place`, a word of the text.
+
+    For `FakeGroup.go`: a router that is behind sends everything that has arrived as one piece, so a test that wants
+    pieces must hold the group.
+    """
+    return len(byte_level_tokenizer().encode("".join(text.partition(place)[:2])).ids)
+
+
 def allows(grammar: Grammar, text: str) -> bool:
     """Whether the grammar allows an answer that begins with the text, in the tests' vocabulary."""
     matcher = LLMatcher(LLTokenizer(byte_level_tokenizer().to_str(), eos_token=EOS), grammar.to_llguidance())

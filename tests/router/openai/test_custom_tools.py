@@ -11,7 +11,7 @@ from openai.types.chat.chat_completion_message_custom_tool_call import ChatCompl
 from coatcheck.proto.grammar import Grammar
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.http_router import StartHttpRouter
-from tests.router.openai.scripted_chat import HELLO, TOOL_TEMPLATE, WEATHER, allows, saying
+from tests.router.openai.scripted_chat import HELLO, TOOL_TEMPLATE, WEATHER, allows, saying, tokens_until
 from tests.router.tiny_tokenizer import write_model
 
 PATCH = '*** Begin\n+say "hi"\n*** End'
@@ -55,13 +55,18 @@ async def test_a_call_of_a_custom_tool_has_its_input(start_http_router: StartHtt
 
 async def test_a_stream_has_the_input_in_pieces(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
     """The first piece has the id, the type and the name."""
-    router = await start_http_router(saying(f"{call_of(PATCH)}\n{WEATHER_CALL}"), tokenizer=model)
+    group = saying(f"{call_of(PATCH)}\n{WEATHER_CALL}")
+    holds = [tokens_until(call_of(PATCH), place) for place in ('{"input": ', "Begin", "say")]
+    group.hold_after = holds.pop(0)
+    router = await start_http_router(group, tokenizer=model)
     asked: dict[str, Any] = dict(model="tiny", messages=HELLO, tools=[PATCH_TOOL, WEATHER], max_tokens=400)
     pieces: list[dict[str, Any]] = []
     async for chunk in await router.openai.chat.completions.create(**asked, stream=True):
         for choice in chunk.choices:
             pieces += [piece.model_dump(exclude_unset=True) for piece in choice.delta.tool_calls or []]
             reason = choice.finish_reason
+            if choice.delta.tool_calls:
+                group.go(holds.pop(0) if holds else None)
     custom = [piece for piece in pieces if piece["index"] == 0]
     assert custom[0] == {"index": 0, "id": custom[0]["id"], "type": "custom", "custom": {"name": "patch", "input": ""}}
     assert "".join(piece["custom"]["input"] for piece in custom) == PATCH and len(custom) > 3

@@ -10,7 +10,7 @@ from openai.types.responses.response_custom_tool_call_item import ResponseCustom
 from coatcheck.proto.grammar import Grammar
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.http_router import StartHttpRouter
-from tests.router.openai.scripted_chat import TOOL_TEMPLATE, allows, saying
+from tests.router.openai.scripted_chat import TOOL_TEMPLATE, allows, saying, tokens_until
 from tests.router.tiny_tokenizer import write_model
 
 PATCH = '*** Begin\n+say "hi"\n*** End'
@@ -51,12 +51,18 @@ async def test_a_response_has_the_input(start_http_router: StartHttpRouter, mode
 
 async def test_the_events_of_a_stream(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
     """An item begins empty, gets its input in pieces, and ends with all of it."""
-    router = await start_http_router(saying(call_of(PATCH)), tokenizer=model)
+    group = saying(call_of(PATCH))
+    group.hold_after = tokens_until(call_of(PATCH), "Begin")
+    router = await start_http_router(group, tokenizer=model)
     asked: dict[str, Any] = dict(model="tiny", input="hello", tools=[FREE], max_output_tokens=400, stream=True)
-    events: list[Any] = [event async for event in await router.openai.responses.create(**asked)]
+    events: list[Any] = []
+    async for event in await router.openai.responses.create(**asked):
+        events.append(event)
+        if event.type == "response.custom_tool_call_input.delta":
+            group.go()
     kinds = [event.type for event in events]
     deltas = [event for event in events if event.type == "response.custom_tool_call_input.delta"]
-    assert "".join(event.delta for event in deltas) == PATCH and len(deltas) > 3
+    assert "".join(event.delta for event in deltas) == PATCH and len(deltas) > 1
     first, last = kinds.index("response.custom_tool_call_input.delta"), len(kinds) - 4
     assert kinds[first - 1] == "response.output_item.added" and events[first - 1].item.input == ""
     assert kinds[last + 1 :] == [

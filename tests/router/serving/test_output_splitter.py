@@ -9,7 +9,7 @@ from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.router.serving.tool_choice import functions_of, may_constrain_calls
 from coatcheck.router.text.tokenizer import TokenizerJson
-from tests.router.openai.scripted_chat import WEATHER, allows, saying
+from tests.router.openai.scripted_chat import WEATHER, allows, saying, tokens_until
 from tests.router.router_under_test import StartRouter
 from tests.router.tiny_tokenizer import write_model
 
@@ -72,15 +72,25 @@ async def test_the_text_is_whole_unless_it_is_to_be_split(start_router: StartRou
 
 async def test_a_resumed_stream_goes_on_where_it_was(start_router: StartRouter, thinker: TokenizerJson) -> None:
     """With the tokens that the client has, the rest of reasoning, content and calls follows, cut anywhere."""
-    router = await start_router(saying(ANSWER), tokenizer=thinker)
-    deltas = [event.delta async for event in router.generation.GenerateStream(asking()) if event.HasField("delta")]
+    group = saying(ANSWER)
+    holds = [tokens_until(ANSWER, place) for place in ("hm", "Let", "see", "Bonn")]
+    group.hold_after = holds.pop(0)
+    router = await start_router(group, tokenizer=thinker)
+    deltas = []
+    async for event in router.generation.GenerateStream(asking()):
+        if event.HasField("delta"):
+            deltas.append(event.delta)
+            group.go(holds.pop(0) if holds else None)
     ids = [token for delta in deltas for token in delta.token_ids]
+    assert len(deltas) > 4
     for kept in range(1, len(ids) - 1, 9):
         seen, count = 0, 0
         for delta in deltas:  # the deltas that a client has which has read `kept` tokens
             if count >= kept:
                 break
             seen, count = seen + 1, count + len(delta.token_ids)
+        if count == len(ids):  # the last delta has many tokens: nothing is left to resume
+            break
         resumed = asking(resume=[pb.Resumed(choice=0, token_ids=ids[:count])])
         rest = [event.delta async for event in router.generation.GenerateStream(resumed) if event.HasField("delta")]
         whole = [*deltas[:seen], *rest]

@@ -162,8 +162,11 @@ def test_counts_of_experts_never_fall() -> None:
 
 async def test_each_request_is_measured(start_router: StartRouter) -> None:
     """One answer of four tokens is one TTFT, one TPOT and one queue time, at most three gaps, and its tokens."""
-    router = await start_router(FakeGroup())
-    await router.generation.Generate(question())
+    group = FakeGroup(hold_after=2)
+    router = await start_router(group)
+    async for event in router.generation.GenerateStream(question()):
+        if event.HasField("delta"):
+            group.go()
     for name in ("ttft", "tpot", "queue", "request"):
         assert value(router, f"coatcheck_{name}_seconds_count") == 1, name
     assert 1 <= value(router, "coatcheck_itl_seconds_count") <= 3
