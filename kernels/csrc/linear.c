@@ -1,9 +1,8 @@
 /* y = x W^T + b with SIMD. How a weight is multiplied depends on the instruction class:
  *
- * bfloat16, if the class has a dot product of bfloat16 pairs: as pairs. Otherwise it is widened to float32. Calls of
- * few rows widen it in registers, so that they cost one read of the weight. With AVX2 calls of many rows do the same,
- * in low tiles. The other classes then widen each part of the weight once for all rows, in tiles with as many sums as
- * registers.
+ * bfloat16, if the class has a dot product of bfloat16 pairs: as pairs. Otherwise it is widened to float32, in registers,
+ * so that a call costs one read of the weight. With AVX2 the tiles of many rows are low, which leaves registers for the
+ * widening. In the other classes calls of many rows widen each part of the weight once for all rows.
  *
  * Quantised: in the classes from avx2 to avx512_bf16 x is quantised to 16 bits and multiplied with codes of INT8, INT4
  * and FP4 as integers (integer_rows.h). Otherwise a part of the weight is unpacked to the L1 cache, once for all rows
@@ -24,7 +23,9 @@
 #define LOW_ROWS 4                          /* rows of a tile that widens in registers, with AVX2 */
 #define TILES 16                            /* most tiles that share a part of the weight */
 #define BLOCK (384 << 10)                   /* with AVX2 or a quantised x: most bytes of their x, for the L2 cache */
-#define DEPTH 256                           /* depth of that part: a tile's x of this depth stays in the L1 cache */
+#define DEPTH 256                           /* words of that part: a tile's x of this depth stays in the L1 cache */
+#define DEPTH_OF_TWO 64                     /* the same for two tiles: while one rereads the part, no weights come */
+#define MOST_WIDENING 4                     /* most tiles that widen in registers, without AVX2 */
 #define FEW_ROWS (LANES == 16 ? 8 : 3)      /* most rows that multiply codes in registers */
 #define UNPACKED 128                        /* depth of a part of a quantised weight */
 #define AHEAD 48                            /* words prefetched ahead where one tile reads all of the depth */
@@ -237,13 +238,14 @@ INLINE Cut cut(const Linear *l, const int type) {
     const int64_t n = height <= most_wide ? WIDE : NARROW, width = is_wide ? 2 : 1;
     const int64_t values = type == BF16 ? 2 : 1;
     const int64_t ahead = n == WIDE ? AHEAD_WIDE : AHEAD;
-    const int64_t step = tiles > 1 ? DEPTH / width : words > 2 * ahead ? words - ahead : words;
+    const int64_t shared_step = tiles == 2 && !IS_AVX2 ? DEPTH_OF_TWO : DEPTH / width;
+    const int64_t step = tiles > 1 ? shared_step : words > 2 * ahead ? words - ahead : words;
     const int64_t row_bytes = as_integers ? integer_row_bytes(&l->weight, chunks) : words * width * 4;
     const int64_t most = is_low || as_integers ? max_i64(1, min_i64(TILES, BLOCK / max_i64(1, height * row_bytes))) : TILES;
     return (Cut){in_place ? source_row(l, 0, type) : l->scratch, words, tiles, height, n, n / VECTORS,
                  panels_of(l->weight.features) / (n / VECTORS), most, (tiles + most - 1) / most,
                  is_plain ? step : UNPACKED / values, ahead, width, values,
-                 is_wide && (!is_plain || (tiles > 1 && !is_low)), in_place, chunks, 0, 0};
+                 is_wide && (!is_plain || (tiles > MOST_WIDENING && !is_low)), in_place, chunks, 0, 0};
 }
 
 /* `count` words of the depth from `k` on, of the item's panels from `panel` on, in the form that tiles multiply. */
