@@ -25,7 +25,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 25
+VERSION = 26
 CPU_CLASS_VARIABLE = "COATCHECK_CPU"
 
 # From the worst to the best, as in kernels/README.md. For a kernel that a class lacks, the best class before it is used
@@ -66,6 +66,7 @@ _CLASS_SIGNATURES = {
     "token_mask": "pqqpqpq:v",
     "transfer_blocks": "pqppqpqqp:v",
     "weighted_sum": "p:v",
+    "widen_logits": "pqqqp:v",
 }
 # Kernels that a class may lack. The kernel of another class is not used instead: it reads weights in another layout.
 _OPTIONAL_SIGNATURES = {"gated_linear_bf16": "pq:v"}

@@ -323,6 +323,14 @@ void FOR_CLASS(logprobs)(const float *logits, int64_t stride, int64_t rows, int6
                      values + row * k);
 }
 
+/* bfloat16 logits as floats (kernels/sampling/greedy.py). */
+void FOR_CLASS(widen_logits)(const uint16_t *logits, int64_t stride, int64_t rows, int64_t vocab, float *out) {
+    for (int64_t row = 0; row < rows; row++, logits += stride, out += vocab) {
+#pragma omp simd
+        for (int64_t i = 0; i < vocab; i++) out[i] = from_bits((uint32_t)logits[i] << 16);
+    }
+}
+
 void FOR_CLASS(token_mask)(float *logits, int64_t stride, int64_t vocab, const int64_t *rows, int64_t count, const uint32_t *mask,
                 int64_t words) {
 #pragma omp parallel for schedule(static, 1) if (count > 1)

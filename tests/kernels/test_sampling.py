@@ -13,6 +13,7 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 from coatcheck.kernels.launch_check import LaunchRefused
+from coatcheck.kernels.sampling.greedy import argmax, widen_logits
 from coatcheck.kernels.sampling.logprobs import logprobs, logprobs_reference
 from coatcheck.kernels.sampling.penalties import add_logit_bias, apply_penalties, apply_penalties_reference
 from coatcheck.kernels.sampling.sample import filter_reference, noise_bits_reference, sample, sample_reference
@@ -54,6 +55,20 @@ def test_greedy_rows_take_the_first_of_the_largest() -> None:
     """Temperature 0 is argmax, the smallest id among equals, with any filters."""
     logits = torch.tensor([[0.0, 3.0, 3.0, -math.inf], [-math.inf, -5.0, -6.0, -5.0]])
     assert sample(logits, **knobs(2, temperature=0.0, top_k=1, top_p=0.1)).tolist() == [1, 1]
+
+
+def test_logits_are_widened_and_compared_as_in_torch() -> None:
+    """Any dtype and stride, infinities and NaN: the same bits, and the first of the largest, where NaN is largest."""
+    torch.manual_seed(6)
+    logits = torch.randn(5, 1003)
+    logits[1, [7, 500]] = math.inf
+    logits[2] = -math.inf
+    logits[3, [90, 900]] = math.nan
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for rows in (logits.to(dtype), logits.to(dtype).T.contiguous().T, logits.to(dtype)[::2, 3:]):
+            wide = widen_logits(rows)
+            assert wide.dtype == torch.float32 and torch.equal(wide.nan_to_num(1e9), rows.float().nan_to_num(1e9))
+            assert torch.equal(argmax(wide), wide.argmax(dim=-1))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from coatcheck.kernels.sampling.greedy import widen_logits
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.attention.dummy_weights import use_dummy_weights
 from coatcheck.workers.distributed.communicator import Communicator
@@ -39,9 +40,9 @@ class LmHead:
             self._only_linear, self._is_probed = self._find_only_linear(hidden.dtype), True
         if (linear := self._only_linear) is not None:
             only: Tensor = linear(hidden)
-            return only.float()
+            return widen_logits(only)
         logits: Tensor = self.model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
-        return logits[0].float()
+        return widen_logits(logits[0])
 
     def shard_logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] -> float32 [R, rows], the logits of this rank's rows of the vocabulary."""

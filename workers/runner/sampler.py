@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels.sampling.draw_part import draw_part, find_floors
+from coatcheck.kernels.sampling.greedy import argmax
 from coatcheck.kernels.sampling.penalties import add_logit_bias, apply_penalties
 from coatcheck.kernels.sampling.sample import sample
 from coatcheck.proto.sampling import SamplingParams
@@ -111,7 +112,7 @@ class Sampler:
         if form.is_merged:
             tokens = self._draw_and_merge(form, logits, slots, positions)
         elif form is SamplingForm.GREEDY:
-            tokens = logits.argmax(dim=-1)
+            tokens = argmax(logits)
         else:
             floats, ints = self._floats[:, slots], self._ints[:, slots]
             if form is SamplingForm.PENALISED:

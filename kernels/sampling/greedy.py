@@ -1,0 +1,36 @@
+"""Logits in float32, and the largest logit of each row, in one thread on a CPU.
+
+torch divides an operation over more than 32,768 elements evenly between its threads, and waits for all of them. If one
+has lost its core to another process, that takes milliseconds: 11 for the argmax of 16 × 8,192 logits on two busy cores.
+One thread takes 0.05.
+
+Shapes: logits [R, V].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coatcheck.kernels import native
+
+
+def widen_logits(logits: Tensor) -> Tensor:
+    """The logits in float32. Float32 logits are returned as they are."""
+    library = native.library_for(logits)
+    if library is None or logits.dtype != torch.bfloat16 or logits.stride(1) != 1:
+        return logits.float()
+    rows, vocab = logits.shape
+    wide = torch.empty(rows, vocab, dtype=torch.float32)
+    library.widen_logits(logits.data_ptr(), logits.stride(0), rows, vocab, wide.data_ptr())
+    return wide
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The smallest index of the largest logit of each row, int64 [R]. NaN is the largest, as in torch.
+
+    logits: float32 [R, V]
+    """
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    return torch.from_numpy(logits.numpy().argmax(axis=-1))
