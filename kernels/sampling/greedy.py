@@ -1,8 +1,8 @@
 """Logits in float32, and the largest logit of each row, in one thread on a CPU.
 
 torch divides an operation over more than 32,768 elements evenly between its threads, and waits for all of them. If one
-has lost its core to another process, that takes milliseconds: 11 for the argmax of 16 × 8,192 logits on two busy cores.
-One thread takes 0.05.
+has lost its core to another process, that takes milliseconds: 11 for the argmax of 16 × 8,192 logits on two busy cores,
+where one thread took 0.05.
 
 Shapes: logits [R, V].
 """
