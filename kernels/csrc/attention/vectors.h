@@ -68,7 +68,6 @@ INLINE Floats load_values(const uint8_t *row, int64_t d, const int type) {
  * Prefetches the same part of the next chunk's values, which are `ahead` bytes apart; 0: none. */
 INLINE void add_values(const int m, const int n, const int type, Scratch *s, int64_t row, int64_t dim, int64_t d,
                        int64_t count, const float *decay, int64_t ahead) {
-    const int64_t first_of_row = type == INT4_HIGH ? d - dim / 2 : d; /* or of the second half of a row */
     Floats acc[ACCUMULATORS];
 #pragma GCC unroll 6
     for (int i = 0; i < m; i++)
@@ -76,8 +75,10 @@ INLINE void add_values(const int m, const int n, const int type, Scratch *s, int
         for (int j = 0; j < n; j++) acc[i * n + j] = load_floats(s->o + (row + i) * dim + d + j * LANES) * decay[i];
 #define WEIGHT(i) s->p[i * (CHUNK / PAIR) + t]
 #if HAS_DOT
+    (void)type; /* the values were packed in pairs, as bfloat16 */
 #define VALUES(j) load_words(s->v + t * dim + d + j * LANES)
 #else
+    const int64_t first_of_row = type == INT4_HIGH ? d - dim / 2 : d; /* or of the second half of a row */
 #define VALUES(j) ((Words)load_values(values, first_of_row + j * LANES, type))
 #endif
     for (int64_t first = 0; first < count; first += PART) {
