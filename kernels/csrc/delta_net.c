@@ -96,7 +96,7 @@ INLINE void step_rows(float *state, int64_t stride, int64_t width, int64_t rows,
     for (int64_t c = 0; c < vectors; c++) store_floats(out + c * LANES, sums[c]);
 }
 
-/* Both forms are not inlined, so that decodes and chunks of prompts run the same instructions: their results are equal
+/* Neither form is inlined, so that decodes and chunks of prompts run the same instructions: their results are equal
  * bit for bit. */
 __attribute__((noinline)) static void step_columns(float *state, int64_t stride, int64_t width, int64_t rows,
                                                    const float *q, const float *k, const float *v, float decay,
@@ -174,34 +174,6 @@ INLINE void update_window(const Inputs *in, char *window, int64_t count, int64_t
         if (from) memmove(to, from + first * size, (size_t)(channels * size));
         else memset(to, 0, (size_t)(channels * size));
     }
-}
-
-INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
-/* log(x) for x of 1 to 2, as log_ of scalar.h computes it. */
-INLINE Floats log_of(Floats x) {
-    const Words bits = (Words)x - 0x3F3504F3; /* sqrt(1/2) */
-    const Floats exponent = __builtin_convertvector((Ints)bits >> 23, Floats);
-    const Floats f = (Floats)((bits & 0x7FFFFF) + 0x3F3504F3) - 1.0f, z = f * f;
-    Floats y = f * 7.0376836292e-2f - 1.1514610310e-1f;
-    y = y * f + 1.1676998740e-1f;
-    y = y * f - 1.2420140846e-1f;
-    y = y * f + 1.4249322787e-1f;
-    y = y * f - 1.6668057665e-1f;
-    y = y * f + 2.0000714765e-1f;
-    y = y * f - 2.4999993993e-1f;
-    y = y * f + 3.3333331174e-1f;
-    y = y * f * z + exponent * -2.12194440e-4f;
-    return f + (y - 0.5f * z) + exponent * 0.693359375f;
-}
-
-/* log(1 + e^x) = max(x, 0) + log(1 + e) with e = e^-|x|. The quotient corrects the rounding of 1 + e. */
-INLINE Floats softplus_of(Floats x) {
-    const Floats above = larger_of((Floats){}, x);
-    const Floats e = exp_of(larger_of((Floats){} - 87.0f, x - 2.0f * above)), one = 1.0f + e;
-    const Ints is_small = one == 1.0f;
-    const Floats rest = log_of(one) * (e / larger_of((Floats){} + 1e-30f, one - 1.0f));
-    return above + (Floats)((is_small & (Ints)e) | (~is_small & (Ints)rest));
 }
 
 /* The decay of each channel of a head's key at one token. `a`: the head's columns. */

@@ -29,8 +29,6 @@ INLINE void convolve_block(const Mamba2 *m, int64_t sequence, int64_t first, int
     store_window(c, &window, c->slots[sequence], first, channels, type);
 }
 
-INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
 /* Update `rows` rows of a head's state by one token, and compute their outputs. Not inlined, so that decodes and chunks
  * of prompts run the same instructions: their results are equal bit for bit. */
 __attribute__((noinline)) static void step_rows(float *state, int64_t rows, int64_t size, const float *x,

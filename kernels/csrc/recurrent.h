@@ -33,7 +33,7 @@ typedef struct {
 
 #define MAX_STATE_SIZE 256
 
-/* Its convolution has the arguments of a ShortConv, whose rows are x. */
+/* The scan of a Mamba mixer. The mixer's convolution has the arguments of a ShortConv, whose rows are x. */
 typedef struct {
     const void *x;    /* the convolution's output [tokens][channels] */
     const void *dt, *bc, *gate; /* rows `dt_stride`, `bc_stride`, `gate_stride` apart: [channels], B and C, [channels] */

@@ -75,6 +75,9 @@ INLINE void put(void *p, int64_t i, float x, int type) {
 
 INLINE float rounded(float x, int type) { return type == BF16 ? from_bits((uint32_t)to_bf16(x) << 16) : x; }
 
+/* log(1 + e^x); above 20 that is x, as torch has it. */
+INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
 INLINE void *at(const void *p, int64_t i, int type) { return (char *)p + i * (type == BF16 ? 2 : 4); }
 
 /* e^x, to 2 ulp. Below -87 it is 0, above 88 infinite. */
