@@ -95,7 +95,10 @@ def hunyuan_moe(file: GgufFile) -> Fields:
 
 
 def ernie4_5_moe(file: GgufFile) -> Fields:
-    first = file.count("leading_dense_block_count", 0)
+    kinds = ernie4_5_moe_kinds(file)
+    if "experts" not in kinds:
+        raise InvalidModel(f"{file.path} has no layer with experts; fetch it again")
+    first = kinds.index("experts")
     up = file.tensor(f"blk.{first}.ffn_up_exps.weight")
     shared = file.tensors.get(f"blk.{first}.ffn_up_shexp.weight")
     return gated_fields(file) | dict(
@@ -103,12 +106,33 @@ def ernie4_5_moe(file: GgufFile) -> Fields:
         use_bias=has_tensor(file, "blk.0.attn_q.bias"),
         moe_num_experts=file.count("expert_count"),
         moe_k=file.count("expert_used_count"),
-        moe_layer_start_index=first,
+        moe_layer_start_index=file.count("leading_dense_block_count", 0),
         moe_layer_end_index=file.num_layers - 1,
-        moe_layer_interval=file.count("interleave_moe_layer_step", 1),
+        moe_layer_interval=_expert_interval(file),
         moe_intermediate_size=up.shape[-2],
         moe_num_shared_experts=0 if shared is None else shared.rows // up.shape[-2],
     )
+
+
+def ernie4_5_moe_kinds(file: GgufFile) -> list[str]:
+    """As `dense_layers_first`, but behind the first layers only the last one of each interval has experts."""
+    interval = _expert_interval(file)
+    return [kind if (layer + 1) % interval == 0 else "dense" for layer, kind in enumerate(dense_layers_first(file))]
+
+
+def _expert_interval(file: GgufFile) -> int:
+    interval = file.count("interleave_moe_layer_step", 1)
+    if interval < 1:
+        raise InvalidModel(
+            f"{file.path} has {file.architecture}.interleave_moe_layer_step {interval}; it should be at least 1"
+        )
+    return interval
+
+
+def dense_layers_first(file: GgufFile) -> list[str]:
+    """ "dense" or "experts" for each layer: the first `leading_dense_block_count` layers are dense."""
+    dense = file.count("leading_dense_block_count", 0)
+    return ["dense" if layer < dense else "experts" for layer in range(file.num_layers)]
 
 
 def glm4_moe(file: GgufFile) -> Fields:

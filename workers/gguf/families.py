@@ -86,12 +86,6 @@ def _weights(*leaves: str) -> frozenset[str]:
     return frozenset(f"{leaf}.weight" for leaf in leaves)
 
 
-def _dense_layers_first(file: GgufFile) -> list[str]:
-    """ "dense" or "experts" for each layer: the first `leading_dense_block_count` layers are dense."""
-    dense = file.count("leading_dense_block_count", 0)
-    return ["dense" if layer < dense else "experts" for layer in range(file.num_layers)]
-
-
 _NORMS_WITH_ONE: Final[Mapping[str, Change]] = dict.fromkeys(
     (
         "attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "post_attention_norm.weight", "ffn_norm.weight",
@@ -123,7 +117,7 @@ _DELTA_NET: Final[dict[str, Any]] = dict(
         ),
     },
 )
-_LATENT: Final[dict[str, Any]] = dict(kinds=_dense_layers_first, kind_tensors=_DENSE_OR_EXPERTS)
+_LATENT: Final[dict[str, Any]] = dict(kinds=expert_fields.dense_layers_first, kind_tensors=_DENSE_OR_EXPERTS)
 
 # By whether layers have one norm, or one for attention and one for the MLP.
 _FALCONS: Final = {
@@ -201,7 +195,11 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
     "deepseek2": _DEEPSEEKS[True],
     "glm4": GgufFamily("glm4", fields.glm4, names.GLM4, orders=row_orders.GLM4_ORDERS),
     "glm4moe": GgufFamily(
-        "glm4_moe", expert_fields.glm4_moe, names.GLM4_MOE, kinds=_dense_layers_first, kind_tensors=_DENSE_OR_EXPERTS
+        "glm4_moe",
+        expert_fields.glm4_moe,
+        names.GLM4_MOE,
+        kinds=expert_fields.dense_layers_first,
+        kind_tensors=_DENSE_OR_EXPERTS,
     ),
     "command-r": GgufFamily(
         "cohere", fields.cohere, names.COHERE, plain=frozenset(("token_embd", "attn_q_norm", "attn_k_norm"))
@@ -213,7 +211,7 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
         "ernie4_5_moe",
         expert_fields.ernie4_5_moe,
         names.ERNIE_MOE,
-        kinds=_dense_layers_first,
+        kinds=expert_fields.ernie4_5_moe_kinds,
         kind_tensors=_DENSE_OR_EXPERTS,
     ),
     "hunyuan-dense": GgufFamily("hunyuan_v1_dense", fields.llama, names.HUNYUAN),

@@ -151,6 +151,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             moe_layer_start_index=1, moe_layer_end_index=2,
         ),
     ),
+    "ernie4_5-moe-interval": (
+        "ernie4_5-moe", "ernie4_5_moe",
+        dict(
+            num_hidden_layers=6, moe_num_experts=4, moe_k=2, moe_intermediate_size=256, moe_num_shared_experts=1,
+            moe_layer_start_index=2, moe_layer_end_index=5, moe_layer_interval=2,
+        ),
+    ),
     "hunyuan": ("hunyuan-dense", "hunyuan_v1_dense", dict(head_dim=64, tie_word_embeddings=True)),
     "hunyuan-alpha": (
         "hunyuan-dense", "hunyuan_v1_dense",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from gguf.constants import GGMLQuantizationType
 
+from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.gguf.families import FAMILIES
 from coatcheck.workers.gguf.gguf_file import GgufFile, GgufTensor
 
@@ -29,9 +30,26 @@ _METADATA: dict[str, Any] = {
 )
 def test_groups_of_experts_that_a_file_lacks(architecture: str, experts: int, groups: tuple[int, int]) -> None:
     """DeepSeek's are known by the number of experts. GLM-4.5 has as many experts as DeepSeek V2, and no groups."""
-    path = Path("model.gguf")
-    metadata = {f"{architecture}.{key}": value for key, value in (_METADATA | {"expert_count": experts}).items()}
-    embedding = GgufTensor("token_embd.weight", path, GGMLQuantizationType.F32, (96, 64), 0)
-    file = GgufFile(path, (path,), architecture, metadata, {embedding.name: embedding})
-    config = FAMILIES[architecture].config(file)
+    config = FAMILIES[architecture].config(file_of(architecture, expert_count=experts))
     assert (config["n_group"], config["topk_group"]) == groups
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(interleave_moe_layer_step=0), "ernie4_5-moe.interleave_moe_layer_step 0; it should be at least 1"),
+        (dict(interleave_moe_layer_step=3), "no layer with experts"),
+        (dict(leading_dense_block_count=2), "no layer with experts"),
+    ],
+)
+def test_intervals_of_experts_that_fit_no_layer_are_refused(fields: dict[str, int], message: str) -> None:
+    """Of ERNIE 4.5, with two layers."""
+    with pytest.raises(InvalidModel, match=message):
+        FAMILIES["ernie4_5-moe"].config(file_of("ernie4_5-moe", expert_count=4, **fields))
+
+
+def file_of(architecture: str, **fields: int) -> GgufFile:
+    path = Path("model.gguf")
+    metadata = {f"{architecture}.{key}": value for key, value in (_METADATA | fields).items()}
+    embedding = GgufTensor("token_embd.weight", path, GGMLQuantizationType.F32, (96, 64), 0)
+    return GgufFile(path, (path,), architecture, metadata, {embedding.name: embedding})

@@ -174,6 +174,8 @@ def test_columns_that_divide_groups_are_dequantised(tmp_path: Path) -> None:
         ("gemma4-large", "blk.1.attn_k.weight", "lacks tensor blk.1.attn_k.weight"),
         ("glm4-moe", "blk.0.ffn_up.weight", "lacks tensor blk.0.ffn_up.weight"),
         ("glm4-moe", "blk.2.ffn_up_shexp.weight", "lacks tensor blk.2.ffn_up_shexp.weight"),
+        ("ernie4_5-moe-interval", "blk.4.ffn_up.weight", "lacks tensor blk.4.ffn_up.weight"),
+        ("ernie4_5-moe-interval", "blk.5.ffn_up_exps.weight", "lacks tensor blk.5.ffn_up_exps.weight"),
         ("deepseek-v3", "blk.1.attn_v_b.weight", "lacks tensor blk.1.attn_v_b.weight"),
         ("deepseek-v3", "blk.1.attn_k_b.weight", "lacks tensor blk.1.attn_k_b.weight"),
     ],
