@@ -61,6 +61,24 @@ def olmo2(file: GgufFile) -> Fields:
     return gated_fields(file)
 
 
+def olmo(file: GgufFile) -> Fields:
+    """Its norms have no weights, and no epsilon in config.json."""
+    if has_tensor(file, "blk.0.attn_q.bias"):
+        raise InvalidModel(f"{file.path} has biases in the attention of olmo, which are not read from GGUF")
+    return size_fields(file) | dict(clip_qkv=file.find("attention.clamp_kqv"))
+
+
+def phi2(file: GgufFile) -> Fields:
+    if has_tensor(file, "blk.0.attn_qkv.weight"):
+        raise InvalidModel(
+            f"{file.path} has q, k and v of phi2 as one tensor, which is not read from GGUF; use a file that a newer "
+            "llama.cpp has converted"
+        )
+    fields = size_fields(file) | dict(layer_norm_eps=file.number("attention.layer_norm_epsilon"), hidden_act="gelu_new")
+    fields["rope_parameters"]["partial_rotary_factor"] = rotary_share(file)
+    return fields
+
+
 def phi3(file: GgufFile) -> Fields:
     original = file.find("rope.scaling.original_context_length")
     window = file.count("attention.sliding_window", 0)

@@ -159,7 +159,22 @@ QWEN2_MOE: Final = _ENDS | _ATTENTION | _EXPERTS | _SHARED_EXPERT
 QWEN3_MOE: Final = _ENDS | _ATTENTION | _EXPERTS | _HEAD_NORMS
 QWEN35: Final = QWEN3 | _POST_ATTENTION_NORM | _DELTA_NET
 QWEN35_MOE: Final = QWEN3_MOE | _SHARED_EXPERT | _POST_ATTENTION_NORM | _DELTA_NET
+# The norms of OLMo have no weights.
+OLMO: Final = {name: other for name, other in LLAMA.items() if not name.endswith("norm")}
 OLMO2: Final = QWEN3 | _POST_NORMS
+PHI2: Final = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.final_layernorm",
+    "output": "lm_head",
+} | _layer(
+    attn_norm="input_layernorm",
+    attn_q="self_attn.q_proj",
+    attn_k="self_attn.k_proj",
+    attn_v="self_attn.v_proj",
+    attn_output="self_attn.dense",
+    ffn_up="mlp.fc1",
+    ffn_down="mlp.fc2",
+)
 PHI3: Final = (
     _ENDS | _ATTENTION | _layer(attn_qkv="self_attn.qkv_proj", ffn_up="mlp.gate_up_proj", ffn_down="mlp.down_proj")
 )

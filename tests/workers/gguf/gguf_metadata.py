@@ -24,12 +24,18 @@ def add_fields(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) ->
     if arch == "deepseek2":
         _add_latent_widths(writer, config, rope)
     else:
-        writer.add_key_length(width)
-        writer.add_value_length(width)
+        if arch != "phi2":  # whose heads have hidden_size / heads elements, and whose base is 10000
+            writer.add_key_length(width)
+            writer.add_value_length(width)
         writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1)))
-    writer.add_rope_freq_base(rope["rope_theta"] * rope.get("alpha", 1) ** (width / (width - 2)))
+    if arch != "phi2":
+        writer.add_rope_freq_base(rope["rope_theta"] * rope.get("alpha", 1) ** (width / (width - 2)))
     names = ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
     eps: Any = config["norm_eps"] if arch == "nemotron" else next((config[key] for key in names if key in config), None)
+    if arch == "olmo":
+        eps = 1e-5
+        if config["clip_qkv"] is not None:
+            writer.add_clamp_kqv(config["clip_qkv"])
     if eps is not None:
         writer.add_layer_norm_eps(eps)
     else:

@@ -104,7 +104,7 @@ def _row_order(arch: str, config: Mapping[str, Any], name: str, rows: int) -> np
     """Which row of the checkpoint each row in GGUF is."""
     by_row = np.arange(rows)
     is_query_or_key = "q_proj" in name or "k_proj" in name
-    if arch in ("llama", "granite", "smollm3") and is_query_or_key:
+    if arch in ("llama", "granite", "smollm3", "olmo") and is_query_or_key:
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         return by_row.reshape(heads, 2, -1).swapaxes(1, 2).ravel()
     if arch == "glm4" and "mrope_section" in config["rope_parameters"] and is_query_or_key:
