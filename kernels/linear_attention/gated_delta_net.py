@@ -41,11 +41,10 @@ from coatcheck.kernels.launch_check import (
 )
 from coatcheck.kernels.linear_attention.chunks import MIN_CHUNKED, compute_chunks, pick_chunks, takes_chunks
 from coatcheck.kernels.linear_attention.convolution import convolve
-from coatcheck.kernels.linear_attention.head_sizes import fits_gpu
 from coatcheck.kernels.linear_attention.recurrence import DeltaNetWeights, compute_tokens
+from coatcheck.kernels.linear_attention.state_sizes import fits_gpu, fits_native
 
 _NORM_EPS = 1e-6  # added to the squared length of q and of k
-_MAX_DIM = 256  # the largest key_dim and value_dim of the C form
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,11 +217,6 @@ class GatedDeltaNet:
         if self.has_sigmoid_gate:
             return (self._scales * normed * z.sigmoid()).to(dtype).flatten(1)
         return ((self.norm * normed.to(dtype)).float() * F.silu(z)).to(dtype).flatten(1)
-
-
-def fits_native(key_dim: int, value_dim: int) -> bool:
-    """Whether the C form computes heads of these sizes."""
-    return all(dim % 16 == 0 and dim <= _MAX_DIM for dim in (key_dim, value_dim))
 
 
 def _normalise(x: Tensor) -> Tensor:

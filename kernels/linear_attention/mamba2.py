@@ -33,10 +33,10 @@ from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.launch_check import FLOATS, check_dtype, check_rows, check_shape, once_per_geometry, refuse
 from coatcheck.kernels.linear_attention.chunks import MIN_CHUNKED, takes_chunks
 from coatcheck.kernels.linear_attention.convolution import convolve
-from coatcheck.kernels.linear_attention.head_sizes import takes_state_size
 from coatcheck.kernels.linear_attention.mamba2_chunks import pick_scan, scan_sequences
 from coatcheck.kernels.linear_attention.mamba2_recurrence import Mamba2Weights, gate_and_norm, step_sequences
 from coatcheck.kernels.linear_attention.short_conv import Convolution
+from coatcheck.kernels.linear_attention.state_sizes import takes_state_size
 
 
 @dataclass(frozen=True, slots=True, eq=False)

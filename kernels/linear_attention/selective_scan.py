@@ -30,9 +30,7 @@ from coatcheck.kernels import native
 from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.launch_check import FLOATS, check_dtype, check_rows, check_shape, once_per_geometry, refuse
 from coatcheck.kernels.linear_attention.short_conv import Convolution
-
-_GROUP = 16  # channels whose states lie together
-_MAX_STATE_SIZE = 256  # of the C form
+from coatcheck.kernels.linear_attention.state_sizes import MAX_STATE_SIZE, scan_matrix_shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,12 +67,13 @@ class SelectiveScan:
     @property
     def matrix(self) -> tuple[int, int, int]:
         """Shape of a slot's matrix: (groups, state_size, channels of a group)."""
-        return matrix_shape(self.conv.channels, self.state_size)
+        return scan_matrix_shape(self.conv.channels, self.state_size)
 
     @property
     def fits_native(self) -> bool:
-        """Whether the C form computes these sizes: the channels are a multiple of 16."""
-        return self.conv.fits_native and self.state_size <= _MAX_STATE_SIZE
+        """Whether the C form computes these sizes: the channels are a multiple of 16, the state_size at most
+        MAX_STATE_SIZE."""
+        return self.conv.fits_native and self.state_size <= MAX_STATE_SIZE
 
     def convolve(self, x: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
         """silu(convolution of x), [T, channels]. Replaces the windows in the slots of `rows`. Raises LaunchRefused."""
@@ -146,12 +145,6 @@ class SelectiveScan:
     def _check_state(self, x: Tensor, state: RecurrentState, rows: StateRows) -> None:
         rows.check(x.device)
         state.check_shapes(self.conv.window, self.matrix, x)
-
-
-def matrix_shape(channels: int, state_size: int) -> tuple[int, int, int]:
-    """Shape of a slot's matrix of a scan: (groups, state_size, channels of a group)."""
-    lanes = math.gcd(channels, _GROUP)
-    return channels // lanes, state_size, lanes
 
 
 @once_per_geometry

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Final
 
+from coatcheck.kernels.linear_attention.state_sizes import scan_matrix_shape
 from coatcheck.workers.core.lora_module import LoadedAdapter
 
 _NEVER: Final = 1 << 80  # tokens; 1 + length / _NEVER rounds to 1 for every length
@@ -192,10 +193,8 @@ class MambaSpec(StateSpec):
 
     @property
     def matrix(self) -> tuple[int, int, int]:
-        """(groups of up to 16 channels, state_size, channels of a group), as kernels/linear_attention/selective_scan.py
-        has it."""
-        lanes = math.gcd(self.channels, 16)
-        return self.channels // lanes, self.state_size, lanes
+        """(groups of up to 16 channels, state_size, channels of a group)."""
+        return scan_matrix_shape(self.channels, self.state_size)
 
     @property
     def inner_size(self) -> int:

@@ -7,7 +7,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from coatcheck.kernels.linear_attention.head_sizes import MAX_STATE, MAX_STATE_SIZE, fits_gpu, takes_state_size
+from coatcheck.kernels.linear_attention.state_sizes import (
+    MAX_STATE,
+    MAX_STATE_SIZE,
+    fits_gpu,
+    fits_native,
+    takes_state_size,
+)
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
 from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateSpec
@@ -150,20 +156,20 @@ def check_deterministic_heads(layer: LayerSpec) -> None:
 def check_deterministic_states(layers: Sequence[StateSpec]) -> None:
     """Raise InvalidConfig for a layer with a state whose sizes the C library's deterministic kernels do not compute."""
     for layer in layers:
-        if isinstance(layer, DeltaNetSpec) and any(dim % 16 or dim > 256 for dim in (layer.key_dim, layer.value_dim)):
+        if isinstance(layer, DeltaNetSpec) and not fits_native(layer.key_dim, layer.value_dim):
             raise InvalidConfig(
                 "deterministic on CPU needs a linear_key_head_dim and a linear_value_head_dim that are multiples of 16 "
-                f"and at most 256 (here: {layer.key_dim}, {layer.value_dim}); leave --deterministic out"
+                f"and at most {MAX_STATE_SIZE} (here: {layer.key_dim}, {layer.value_dim}); leave --deterministic out"
             )
         if isinstance(layer, ShortConvSpec) and layer.channels % 16:
             raise InvalidConfig(
                 "deterministic on CPU needs a hidden_size that is a multiple of 16 for short convolutions (here: "
                 f"{layer.channels}); leave --deterministic out"
             )
-        if isinstance(layer, MambaSpec) and (layer.channels % 16 or layer.state_size > 256):
+        if isinstance(layer, MambaSpec) and (layer.channels % 16 or layer.state_size > MAX_STATE_SIZE):
             raise InvalidConfig(
                 "deterministic on CPU needs Mamba mixers whose channels are a multiple of 16, with a state of at most "
-                f"256 (here: {layer.channels}, {layer.state_size}); leave --deterministic out"
+                f"{MAX_STATE_SIZE} (here: {layer.channels}, {layer.state_size}); leave --deterministic out"
             )
         sizes = (layer.state_size, layer.conv_channels, layer.norm_size) if isinstance(layer, Mamba2Spec) else ()
         if any(size % 16 for size in sizes):

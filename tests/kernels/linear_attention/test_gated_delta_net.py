@@ -6,7 +6,7 @@ import torch
 from coatcheck.kernels import native
 from coatcheck.kernels.kv.recurrent_state import StateRows
 from coatcheck.kernels.launch_check import LaunchRefused
-from coatcheck.kernels.linear_attention.head_sizes import fits_gpu
+from coatcheck.kernels.linear_attention.state_sizes import fits_gpu
 from coatcheck.kernels.linear_attention.step_tiles import _first_tile, count_tiles
 from tests.kernels.linear_attention.delta_nets import make_inputs, make_net, make_state, rows_of
 
@@ -93,6 +93,17 @@ def test_wrong_arguments_are_refused() -> None:
         net(qkvz, ba, make_state(net, 1, torch.bfloat16), rows)
     with pytest.raises(LaunchRefused, match="slots: expected dtype"):
         net(qkvz, ba, state, StateRows(rows.slots.int(), rows.seq_lens, rows.cu_seqlens))
+
+
+@needs_native
+def test_an_infinite_a_forgets_the_state() -> None:
+    """Its decay is 0, and no output is NaN."""
+    net, rows = make_net(torch.float32, 2, 4, 32, 16, kind="kimi"), rows_of((0, 0, 5))
+    qkvz, ba = make_inputs(net, 5, torch.float32)
+    ba[2, net.value_heads :] = torch.inf
+    out, wanted = (form(qkvz, ba, make_state(net, 1, torch.float32), rows) for form in (net, net.reference))
+    assert not wanted.isnan().any()
+    assert (out - wanted).abs().max() <= 2e-5 * wanted.abs().max()
 
 
 @pytest.mark.parametrize(("size", "min_tokens"), [(1, 0), (16, 0), (64, 32), (32, 32)])
