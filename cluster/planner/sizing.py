@@ -122,7 +122,7 @@ class Sizing:
                 *_refusals(config),
                 *shape.notes,
                 *([plain_note] if plain_note and settings.quantization != "auto" else []),
-                *_state_notes(settings, shape, rank_states, num_snapshots),
+                *(_state_notes(settings, config, shape, rank_states, num_snapshots) if shape.states else ()),
                 *([f"LoRA adapters take {adapter_bytes:,} bytes on each rank"] if adapter_bytes else []),
                 *_notes(cache, context, shape.max_model_len),
             ),
@@ -350,9 +350,9 @@ def _refusals(config: ModelConfig) -> list[str]:
     return []
 
 
-def _state_notes(settings: PlanSettings, shape: ModelShape, rank_state_bytes: int, num_snapshots: int) -> list[str]:
-    if not shape.states:
-        return []
+def _state_notes(
+    settings: PlanSettings, config: ModelConfig, shape: ModelShape, rank_state_bytes: int, num_snapshots: int
+) -> list[str]:
     notes = [
         f"some layers keep {rank_state_bytes:,} bytes of state for each sequence on each rank; the pool is what the "
         f"states of {settings.concurrency:,} sequences (--concurrency) leave: serve with --max-num-seqs "
@@ -364,7 +364,7 @@ def _state_notes(settings: PlanSettings, shape: ModelShape, rank_state_bytes: in
         else "no prefix cache: every prompt is computed from its first token",
     ]
     try:
-        check_state_device("cuda", shape.states)
+        check_state_device("cuda", config.model_type, config.values, shape.states)
     except InvalidConfig as error:
         notes.append(str(error))
     return notes

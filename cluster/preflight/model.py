@@ -104,7 +104,7 @@ def check_model(config: ServeConfig) -> None:
 def _check_shape(config: ServeConfig, model: ModelConfig, shape: ModelShape, vocabulary: int) -> None:
     """Raise InvalidConfig if `tp` ranks cannot divide the model or a setting does not fit its layers, and InvalidModel
     for layers that are not supported. `vocabulary`: the number of tokens; 0 if unknown."""
-    check_convolutions(model.model_type, shape.states)
+    check_convolutions(model.model_type, model.values, shape.states)
     check_host_tier(model.model_type, config.host_kv_memory, has_states=bool(shape.states))
     if config.mla_shard == "tokens":
         check_mla_shard(model.model_type, shape.is_latent)
@@ -113,7 +113,7 @@ def _check_shape(config: ServeConfig, model: ModelConfig, shape: ModelShape, voc
     for state in shape.states:
         shard.shard_state(state)
     if config.device == "cuda":
-        check_state_device(config.device, shape.states)
+        check_state_device(config.device, model.model_type, model.values, shape.states)
     if vocabulary and config.tp > 1:
         shard.vocab_rows(vocabulary)
     if config.expert_parallel:
@@ -123,7 +123,7 @@ def _check_shape(config: ServeConfig, model: ModelConfig, shape: ModelShape, voc
     if config.deterministic and config.device == "cpu":
         for layer in layers:
             check_deterministic_heads(layer)
-        check_deterministic_states(shape.states)
+        check_deterministic_states(model.model_type, model.values, shape.states)
     _check_attention(config, model, shape, layers)
 
 

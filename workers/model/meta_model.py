@@ -41,6 +41,7 @@ from coatcheck.workers.model.model_rules import (
     check_latent_attention,
     check_mixer_activation,
     check_model_kind,
+    check_state_device,
     deterministic_experts_error,
 )
 from coatcheck.workers.model.module_adapters import adapt_modules, has_own_attention, has_replaceable_norms
@@ -97,6 +98,7 @@ def prepare_model(
     Raises InvalidModel for an architecture that cannot be served, InvalidConfig for a setting that does not fit it.
     """
     config = read_config(checkpoint.directory)
+    values = read_json_object(checkpoint.directory / "config.json") or {}
     stored = checkpoint.dtype_of(next(iter(checkpoint.entries)))
     model_dtype = choose_dtype(dtype, config, stored)
     length = choose_length(config, max_model_len)
@@ -105,11 +107,14 @@ def prepare_model(
         layers = probe_attention(causal, length)
         probe_head(causal)
     states = find_state_layers(causal)
+    specs = [state.spec for state in states]
+    check_convolutions(config.model_type, values, specs)
     _check_mixers(causal, layers, states)
+    check_state_device(device.type, config.model_type, values, specs)
     if deterministic_on is not None:
         check_deterministic(causal, layers, model_dtype, deterministic_on)
         if deterministic_on.type == "cpu":
-            check_deterministic_states([state.spec for state in states])
+            check_deterministic_states(config.model_type, values, specs)
         if unpackable_linears - router_linears(causal):
             raise InvalidConfig(
                 f"deterministic: the code of {config.model_type} reads weights of its linears directly, so our "
@@ -334,7 +339,6 @@ def _unset_buffers(model: nn.Module) -> list[str]:
 def _check_mixers(causal: Any, layers: list[AttentionLayer], states: list[StateLayer]) -> None:
     """Raise InvalidModel for latent attention or a layer with a state that no kernel computes."""
     config = causal.config
-    check_convolutions(config.model_type, [state.spec for state in states])
     if any(isinstance(state.spec, DeltaNetSpec) for state in states) and not computes_delta_nets(causal):
         raise InvalidModel(
             f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: gated delta nets are served "

@@ -41,7 +41,7 @@ from coatcheck.workers.model.fusion import fuse
 from coatcheck.workers.model.linear_attention import adapt_state_layer
 from coatcheck.workers.model.lm_head import LmHead
 from coatcheck.workers.model.meta_model import PreparedModel, adaptable_linears, check_complete, prepare_model
-from coatcheck.workers.model.model_rules import check_mla_shard, check_state_device
+from coatcheck.workers.model.model_rules import check_mla_shard
 from coatcheck.workers.model.module_adapters import create_on_device, replace_norms, replace_waiting_experts
 from coatcheck.workers.model.packed_linears import describe_activations, pack_linears
 from coatcheck.workers.model.parallel_layers import apply_tensor_parallel
@@ -215,7 +215,6 @@ def load_model(
         dtype_name = str(prepared.dtype).removeprefix("torch.")
         if mla_shard == "tokens":
             check_mla_shard(config.model_type, any(layer.is_latent for layer in prepared.layers))
-        check_state_device(device.type, [state.spec for state in prepared.states])
         check_backend_model(
             attention_backend,
             prepared.layers,

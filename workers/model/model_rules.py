@@ -31,6 +31,32 @@ _ROUTING: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
 }
 
 _MAX_TAPS: Final = 8  # tokens that a convolution kernel reads at most
+_DELTA_NETS: Final = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+_BAMBAS: Final = ("bamba", "falcon_h1", "granitemoehybrid")
+_MAMBAS: Final = ("falcon_mamba", "mamba", "mamba2")
+# By model type: the config.json fields of the sizes of layers with a state. If there are several, the first that
+# config.json has counts, and the last is transformers' own. `a.b`: the field b of the object a.
+_CONV_SIZES: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(_DELTA_NETS, ("linear_conv_kernel_dim",)),
+    "kimi_linear": ("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim"),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), ("conv_L_cache",)),
+    **dict.fromkeys((*_BAMBAS, "jamba"), ("mamba_d_conv",)),
+    **dict.fromkeys(_MAMBAS, ("conv_kernel",)),
+    "nemotron_h": ("mamba_d_conv", "conv_kernel"),
+}
+_KEY_SIZES: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(_DELTA_NETS, ("linear_key_head_dim",)),
+    "kimi_linear": ("linear_attn_config.head_dim", "linear_head_dim"),
+}
+_VALUE_SIZES: Final[Mapping[str, tuple[str, ...]]] = {
+    **_KEY_SIZES,
+    **dict.fromkeys(_DELTA_NETS, ("linear_value_head_dim",)),
+}
+_STATE_SIZES: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys((*_BAMBAS, "jamba"), ("mamba_d_state",)),
+    **dict.fromkeys(_MAMBAS, ("state_size",)),
+    "nemotron_h": ("ssm_state_size",),
+}
 
 
 def check_docstrings() -> None:
@@ -153,13 +179,16 @@ def check_deterministic_heads(layer: LayerSpec) -> None:
         )
 
 
-def check_deterministic_states(layers: Sequence[StateSpec]) -> None:
-    """Raise InvalidConfig for a layer with a state whose sizes the C library's deterministic kernels do not compute."""
+def check_deterministic_states(model_type: str, values: Mapping[str, Any], layers: Sequence[StateSpec]) -> None:
+    """Raise InvalidConfig for a layer with a state whose sizes the C library's deterministic kernels do not compute.
+
+    `values`: the fields of config.json.
+    """
     for layer in layers:
         if isinstance(layer, DeltaNetSpec) and not fits_native(layer.key_dim, layer.value_dim):
             raise InvalidConfig(
-                "deterministic on CPU needs a linear_key_head_dim and a linear_value_head_dim that are multiples of 16 "
-                f"and at most {MAX_STATE_SIZE} (here: {layer.key_dim}, {layer.value_dim}); leave --deterministic out"
+                f"deterministic on CPU needs {_head_fields(model_type, values)} in multiples of 16 and at most "
+                f"{MAX_STATE_SIZE} (here: {layer.key_dim}, {layer.value_dim}); leave --deterministic out"
             )
         if isinstance(layer, ShortConvSpec) and layer.channels % 16:
             raise InvalidConfig(
@@ -179,17 +208,30 @@ def check_deterministic_states(layers: Sequence[StateSpec]) -> None:
             )
 
 
-def check_convolutions(model_type: str, layers: Sequence[StateSpec]) -> None:
-    """Raise InvalidModel for a layer whose convolution reads more tokens than the kernels compute."""
-    fields = {
-        DeltaNetSpec: "linear_conv_kernel_dim",
-        ShortConvSpec: "conv_L_cache",
-        Mamba2Spec: "mamba_d_conv",
-        MambaSpec: "mamba_d_conv",
-    }
+def _head_fields(model_type: str, values: Mapping[str, Any]) -> str:
+    """The fields of the sizes of a delta net's heads, for a message."""
+    fields = (_field_of(sizes, model_type, values) for sizes in (_KEY_SIZES, _VALUE_SIZES))
+    return " and ".join(dict.fromkeys(fields))
+
+
+def _field_of(sizes: Mapping[str, tuple[str, ...]], model_type: str, values: Mapping[str, Any]) -> str:
+    """The field of config.json that gives a size. `sizes`: the possible ones of each model type."""
+    fields = sizes[model_type]
+    return next((field for field in fields if _has_field(values, field)), fields[-1])
+
+
+def _has_field(values: Mapping[str, Any], field: str) -> bool:
+    outer, _, inner = field.rpartition(".")
+    own = values.get(outer) if outer else values
+    return isinstance(own, Mapping) and own.get(inner) is not None
+
+
+def check_convolutions(model_type: str, values: Mapping[str, Any], layers: Sequence[StateSpec]) -> None:
+    """Raise InvalidModel for a layer whose convolution reads more tokens than the kernels compute. `values`: the fields
+    of config.json."""
     for layer in layers:
-        size, field = layer.window[0] + 1, fields[type(layer)]
-        if size > _MAX_TAPS:
+        if (size := layer.window[0] + 1) > _MAX_TAPS:
+            field = _field_of(_CONV_SIZES, model_type, values)
             raise InvalidModel(
                 f"{model_type} with {field} {size} cannot be served: convolutions read at most {_MAX_TAPS} tokens; "
                 f"correct {field}, if config.json is wrong"
@@ -214,15 +256,14 @@ def check_host_tier(architecture: str, host_kv_memory: float, *, has_states: boo
         )
 
 
-def check_state_device(device: str, layers: Sequence[StateSpec]) -> None:
+def check_state_device(device: str, model_type: str, values: Mapping[str, Any], layers: Sequence[StateSpec]) -> None:
     """Raise InvalidConfig for layers with a state whose sizes the GPU kernels do not compute, unless `device`, torch's
-    device type, is cpu."""
+    device type, is cpu. `values`: the fields of config.json."""
     for layer in layers if device != "cpu" else ():
         if isinstance(layer, DeltaNetSpec) and not fits_gpu(layer.key_dim, layer.value_dim):
             raise InvalidConfig(
-                "gated delta nets on a GPU need a linear_key_head_dim and a linear_value_head_dim that are powers of "
-                f"two from 16 on, at most {MAX_STATE} as a product (here: {layer.key_dim}, {layer.value_dim}); set "
-                "--device cpu"
+                f"gated delta nets on a GPU need {_head_fields(model_type, values)} in powers of two from 16 "
+                f"on, at most {MAX_STATE} as a product (here: {layer.key_dim}, {layer.value_dim}); set --device cpu"
             )
         if isinstance(layer, MambaSpec):
             raise InvalidConfig(
@@ -230,6 +271,6 @@ def check_state_device(device: str, layers: Sequence[StateSpec]) -> None:
             )
         if isinstance(layer, Mamba2Spec) and not takes_state_size(layer.state_size):
             raise InvalidConfig(
-                f"Mamba-2 on a GPU needs a state size (mamba_d_state or ssm_state_size) that is a power of two from 16 "
-                f"to {MAX_STATE_SIZE} (here: {layer.state_size}); set --device cpu"
+                f"Mamba-2 on a GPU needs a {_field_of(_STATE_SIZES, model_type, values)} that is a power of two from "
+                f"16 to {MAX_STATE_SIZE} (here: {layer.state_size}); set --device cpu"
             )

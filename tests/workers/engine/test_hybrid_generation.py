@@ -281,10 +281,10 @@ def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
     heads."""
     config = GroupConfig(name="g", model="m", served_model_name="m", host_kv_memory=0.5)
     layer = DeltaNetSpec(0, key_heads=4, value_heads=8, key_dim=16, value_dim=32, conv_size=4)
-    check_state_device("cuda", [layer])
-    check_state_device("cpu", [replace(layer, key_dim=24)])
+    check_state_device("cuda", "qwen3_next", {}, [layer])
+    check_state_device("cpu", "qwen3_next", {}, [replace(layer, key_dim=24)])
     with pytest.raises(InvalidConfig, match="powers of two from 16 on, .* .here: 24, 32.; set --device cpu"):
-        check_state_device("cuda", [replace(layer, key_dim=24)])
+        check_state_device("cuda", "qwen3_next", {}, [replace(layer, key_dim=24)])
     with pytest.raises(InvalidConfig, match="leave --host-kv-memory out"):
         check_host_tier(model.spec.architecture, config.host_kv_memory, has_states=True)
     wanted = config.max_num_seqs * model.spec.state_bytes
@@ -295,12 +295,12 @@ def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
         InvalidConfig, match="tp 3 does not divide the key heads of linear attention .4.; use a divisor"
     ):
         TpShard(0, 3).shard_state(layer)
-    check_convolutions("qwen3_next", [replace(layer, conv_size=8)])
+    check_convolutions("qwen3_next", {}, [replace(layer, conv_size=8)])
     with pytest.raises(InvalidModel, match="linear_conv_kernel_dim 9 cannot be served: .* at most 8 tokens"):
-        check_convolutions("qwen3_next", [replace(layer, conv_size=9)])
-    check_deterministic_states([layer])
+        check_convolutions("qwen3_next", {}, [replace(layer, conv_size=9)])
+    check_deterministic_states("qwen3_next", {}, [layer])
     with pytest.raises(InvalidConfig, match="multiples of 16 and at most 256 .here: 24, 32."):
-        check_deterministic_states([replace(layer, key_dim=24)])
+        check_deterministic_states("qwen3_next", {}, [replace(layer, key_dim=24)])
 
 
 def test_settings_that_do_not_fit_other_kinds_of_state() -> None:
@@ -312,31 +312,32 @@ def test_settings_that_do_not_fit_other_kinds_of_state() -> None:
         TpShard(0, 2).shard_state(mamba)
     with pytest.raises(InvalidConfig, match="tp 2 would divide short convolutions over ranks, .*; use tp 1"):
         TpShard(0, 2).shard_state(conv)
-    check_convolutions("lfm2", [mamba, conv])
+    check_convolutions("lfm2", {}, [mamba, conv])
     with pytest.raises(InvalidModel, match="lfm2 with conv_L_cache 9 cannot be served: .* at most 8 tokens"):
-        check_convolutions("lfm2", [replace(conv, conv_size=9)])
+        check_convolutions("lfm2", {}, [replace(conv, conv_size=9)])
     with pytest.raises(InvalidModel, match="bamba with gelu behind its convolutions cannot be served"):
         check_mixer_activation("bamba", "gelu")
     scan = MambaSpec(0, channels=64, state_size=16, dt_rank=4, conv_size=4)
     assert TpShard(1, 2).shard_state(scan).matrix == (2, 16, 16)
     with pytest.raises(InvalidConfig, match="tp 3 does not divide the channels of the Mamba mixers .64."):
         TpShard(0, 3).shard_state(scan)
-    check_state_device("cpu", [scan])
+    check_state_device("cpu", "mamba", {}, [scan])
     with pytest.raises(InvalidConfig, match="selective scan. have no GPU kernel; set --device cpu"):
-        check_state_device("cuda", [scan])
-    check_deterministic_states([scan])
+        check_state_device("cuda", "mamba", {}, [scan])
+    check_deterministic_states("mamba", {}, [scan])
     with pytest.raises(InvalidConfig, match="Mamba mixers whose channels are a multiple of 16.* .here: 72, 16."):
-        check_deterministic_states([replace(scan, channels=72)])
-    check_state_device("cuda", [mamba, replace(mamba, state_size=256, head_dim=80), conv, replace(conv, channels=24)])
+        check_deterministic_states("mamba", {}, [replace(scan, channels=72)])
+    mixers = [mamba, replace(mamba, state_size=256, head_dim=80)]
+    check_state_device("cuda", "bamba", {}, [*mixers, conv, replace(conv, channels=24)])
     for size in (8, 24, 512):
-        check_state_device("cpu", [replace(mamba, state_size=size)])
+        check_state_device("cpu", "bamba", {}, [replace(mamba, state_size=size)])
         with pytest.raises(InvalidConfig, match=f"power of two from 16 to 256 .here: {size}.; set --device cpu"):
-            check_state_device("cuda", [replace(mamba, state_size=size)])
-    check_deterministic_states([mamba, conv])
+            check_state_device("cuda", "bamba", {}, [replace(mamba, state_size=size)])
+    check_deterministic_states("bamba", {}, [mamba, conv])
     with pytest.raises(InvalidConfig, match="multiples of 16 .here: 24, 224, 64."):
-        check_deterministic_states([replace(mamba, state_size=24)])
+        check_deterministic_states("bamba", {}, [replace(mamba, state_size=24)])
     with pytest.raises(InvalidConfig, match="multiple of 16 for short convolutions .here: 24."):
-        check_deterministic_states([replace(conv, channels=24)])
+        check_deterministic_states("lfm2", {}, [replace(conv, channels=24)])
 
 
 def test_a_group_starts_again_beside_groups_that_have_their_states(model: Model) -> None:
