@@ -136,7 +136,8 @@ class Dispatcher:
             raise _no_group_error(attempt) from None
 
     def explain(self, request: Request) -> Decision:
-        """Where the request would be sent now; nothing is sent. Raises Unavailable and ContextLengthExceeded."""
+        """The group that the policy chooses now, and the cost of each group; nothing is sent. Full groups are among the
+        candidates, and no further copy of a prefix is considered. Raises Unavailable and ContextLengthExceeded."""
         if not self.serving.groups:
             raise Unavailable(_NO_GROUP)
         eligible = self.serving.require_eligible(request)

@@ -248,7 +248,7 @@ class GenerateService:
         await self._grammars.validate(grammar)
 
     async def explain(self, message: GenerateRequest, tenant: Tenant = ANONYMOUS) -> Explanation:
-        """Where the request would be sent now, and its cost on each group; it is not sent."""
+        """See Dispatcher.explain."""
         return explanation_of(self._dispatcher.explain(await self._validate(message, tenant)))
 
     async def tokenize(self, message: TokenizeRequest) -> TokenizeResponse:

@@ -132,5 +132,5 @@ class EngineStats:
     restore_seconds: float = 0.0
     slowness: float = 1.0  # recent step time over usual step time
     snapshots: StateSnapshotStats = StateSnapshotStats()
-    draft_tokens: int = 0  # computed as guesses (speculative decoding)
+    draft_tokens: int = 0  # computed by steps (speculative decoding)
     accepted_draft_tokens: int = 0  # of these, the right ones

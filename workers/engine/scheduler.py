@@ -14,8 +14,8 @@ another sequence computes the next block that both need.
 A prompt of a model with recurrent states starts at a snapshot of the states. A chunk ends where a snapshot is to be
 saved.
 
-When blocks run out, a sequence is preempted: it gives up its slot and blocks and waits again. A sequence never
-preempts one that arrived before it, so the oldest sequence always finishes.
+When blocks run out, a sequence is preempted: it gives up its slot and blocks and waits again. A sequence preempts only
+sequences that come after it by priority and arrival, so the first sequence in that order always finishes.
 """
 
 from bisect import insort
@@ -196,7 +196,7 @@ class Scheduler:
             if len(scheduled) == self._max_batch_tokens:
                 break
             # At max_len the token in flight ends the sequence, whatever its id. A slot below 0 means that this loop
-            # has preempted the sequence for an older one.
+            # has preempted the sequence for one before it.
             if sequence.slot < 0 or sequence.num_unscheduled != 1 or sequence.num_tokens >= sequence.max_len:
                 continue
             if sequence.num_restoring:
@@ -280,13 +280,13 @@ class Scheduler:
         return int(index == len(table) or not self.pool.is_writable(table[index]))
 
     def _cheapest_victim(self, sequence: Sequence) -> Sequence:
-        """The cheapest sequence to preempt for `sequence`: of those that arrived later, or `sequence` if there is none.
-        Among equal costs the latest."""
+        """The cheapest sequence to preempt for `sequence`: of those after it in `running`, or `sequence` if there is
+        none. Among equal costs the last."""
         later = [s for s in self.running if s.sort_key > sequence.sort_key]
         return max(later, key=lambda s: (-self.kv_cache.preemption_cost(s), s.sort_key), default=sequence)
 
     def _preempt_sequence(self, victim: Sequence, plan: StepPlan) -> None:
-        # Decodes are planned oldest first, and a victim arrived later. So this plan has no token of the victim yet.
+        # Decodes are planned in the order of `running`, and a victim comes later. So this plan has no token of it yet.
         plan.table_writes = [write for write in plan.table_writes if write.slot != victim.slot]
         self._requeue_sequence(victim)
         victim.num_preemptions += 1
@@ -311,11 +311,11 @@ class Scheduler:
     # Admission of waiting sequences.
 
     def _plan_admissions(self, plan: StepPlan, scheduled: list[Sequence], budget: _TokenBudget) -> None:
-        passed_over: list[Sequence] = []
+        skipped: list[Sequence] = []
         while self.waiting and self._free_slots and not budget.is_spent:
             sequence = self.waiting.popleft()
             if self._waits_for_another(sequence, with_decodes=budget.with_decodes):
-                passed_over.append(sequence)
+                skipped.append(sequence)
             elif self._admit_sequence(sequence, plan, with_decodes=budget.with_decodes):
                 if sequence.num_restoring:
                     continue
@@ -324,7 +324,7 @@ class Scheduler:
             else:  # no later sequence overtakes this one, even if it needs less room
                 self.waiting.appendleft(sequence)
                 break
-        self.waiting.extendleft(reversed(passed_over))
+        self.waiting.extendleft(reversed(skipped))
 
     def _waits_for_another(self, sequence: Sequence, *, with_decodes: bool) -> bool:
         """Whether a token, a prompt or a prefix block that `sequence` needs is being computed."""

@@ -7,9 +7,8 @@ sequence): token ids, block table and sampling parameters. A step
     2. runs one forward pass over all rows of the plan,
     3. samples, and writes the new tokens into the state, where the next step reads them.
 
-If the rows have few tokens, 2 and 3 are replays of CUDA graphs.
-
-Sampled tokens therefore never go through the host before the next step, and steps can be launched ahead.
+So sampled tokens do not pass through the host before the next step, and a step can be launched before the host has the
+tokens of the step before. In steps of few tokens 2 and 3 are replays of CUDA graphs.
 """
 
 import sys
@@ -182,16 +181,19 @@ class ModelRunner:
             state.copy_slots(pairs)
 
     def _compute_rows(self, rows: list[ScheduledSequence], drafts: list[DraftToken]) -> DeviceStep:
-        needs_all = any(self._sampler.scores_prompt(row.slot, row.start) or self._pooler.pools(row) for row in rows)
+        needs_all_tokens = any(
+            self._sampler.scores_prompt(row.slot, row.start) or self._pooler.pools(row) for row in rows
+        )
         samples = any(row.needs_sample for row in rows)
         reports: dict[int, list[LogprobReport]] = {}
         embeddings: dict[int, HostCopy] = {}
         shape = self.graphs.pick_shape(rows)
         indices = self._logits_indices(rows) if shape is None else None
-        hidden = (
-            self._forward(rows, None if needs_all else indices) if shape is None else self.graphs.replay(rows, shape)
-        )
-        if needs_all:  # the hidden states of all tokens
+        if shape is None:
+            hidden = self._forward(rows, None if needs_all_tokens else indices)
+        else:
+            hidden = self.graphs.replay(rows, shape)
+        if needs_all_tokens:
             reports = self._prompt_logprobs(rows, hidden)
             embeddings = self._pooler.pool(rows, hidden)
             hidden = hidden if indices is None else hidden[indices.tokens]

@@ -73,8 +73,8 @@ class _Constraint:
             self.matcher.consume_token(token_id)
 
     def find_forced(self) -> list[int]:
-        """The tokens of the text that the grammar forces next. None once that was slow, because no request asked for
-        guesses."""
+        """The tokens of the text that the grammar forces next; [] if it forces none. Also [] after a call that was
+        slow: these tokens become draft tokens, for which no request should wait."""
         if not self.finds_forced or self.matcher.is_stopped():
             return []
         started = time.thread_time()
@@ -84,11 +84,11 @@ class _Constraint:
 
 
 class _Unread(NamedTuple):
-    """Where the sampled tokens of one constrained sequence are in a host copy. `place`: of its next token. `drafts`:
-    (draft token, place of the token sampled after it) pairs; that token counts only if the draft token was right."""
+    """Where the sampled tokens of one constrained sequence are in a host copy. `index`: of its next token. `drafts`:
+    (draft token, index of the token sampled after it) pairs; that token counts only if the draft token was right."""
 
     constraint: _Constraint
-    place: int
+    index: int
     drafts: list[tuple[int, int]]
 
 
@@ -123,13 +123,13 @@ class TokenBitmasks:
             return
         first = len(slots) - len(drafts)
         unread = {
-            slot: _Unread(self._constraints[slot], place, [])
-            for place, slot in enumerate(slots[:first])
+            slot: _Unread(self._constraints[slot], index, [])
+            for index, slot in enumerate(slots[:first])
             if slot in self._constraints
         }
-        for place, draft in enumerate(drafts, first):
+        for index, draft in enumerate(drafts, first):
             if draft.slot in unread:
-                unread[draft.slot].drafts.append((draft.token_id, place))
+                unread[draft.slot].drafts.append((draft.token_id, index))
         if unread:
             self._unread.append((token_ids, list(unread.values())))
 
@@ -170,7 +170,7 @@ class TokenBitmasks:
         self, rows: list[int], drafts: Sequence[DraftToken], first: int, bits: Bits
     ) -> dict[int, str]:
         """Compute the masks of the constrained rows of draft tokens. Return the reasons of rows that cannot continue.
-        The time is not charged to the grammar's budget, because no request asked for guesses.
+        The time is not charged to the grammar's budget, because no request asked for draft tokens.
 
         `first`: the row of the first of `drafts`.
         """
@@ -199,9 +199,9 @@ class TokenBitmasks:
         for token_ids, unread in self._unread:
             tokens = token_ids.wait()
             began = time.thread_time()
-            for constraint, place, drafts in unread:
+            for constraint, index, drafts in unread:
                 started = time.thread_time()
-                token = tokens[place]
+                token = tokens[index]
                 constraint.consume(token)
                 for draft, follows in drafts:
                     if token != draft:

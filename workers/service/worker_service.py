@@ -2,7 +2,7 @@
 
 The service has a thread of its own with an event loop. The engine's thread calls `publish` after each step and
 `send_failure_notice` when the engine fails. `publish` builds the step's messages, wakes the event loop once, and never
-waits for a stream. A router gets at most one batch of tokens for each step.
+waits for a stream. A router gets one batch of tokens for each step, or several if a step has many log-probabilities.
 """
 
 import asyncio
