@@ -120,13 +120,14 @@ class RouterConfig:
         """What requests may name as the model: its names, and those of its LoRA adapters."""
         return (self.model_name, *self.model_aliases, *self.lora_modules)
 
-    def response_name(self, asked: str) -> str:
-        """The `model` of responses to requests that name `asked`: the adapter's name, or the model's first name."""
-        return self.adapter_of(asked) or self.model_name
+    def response_name(self, requested_model: str) -> str:
+        """The `model` of responses to requests that name `requested_model`: the adapter's name, or the model's first
+        name."""
+        return self.adapter_of(requested_model) or self.model_name
 
-    def adapter_of(self, asked: str) -> str:
-        """`asked` if it names a LoRA adapter; "" if it names the model itself."""
-        return asked if asked in self.lora_modules else ""
+    def adapter_of(self, requested_model: str) -> str:
+        """`requested_model` if that is a LoRA adapter; "" if it is the model itself."""
+        return requested_model if requested_model in self.lora_modules else ""
 
     @property
     def model_name(self) -> str:

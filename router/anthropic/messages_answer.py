@@ -22,7 +22,7 @@ _DELTAS: Final = {"thinking": ("thinking_delta", "thinking"), "text": ("text_del
 
 
 class MessagesAnswer:
-    """The HttpAnswer of one message, which has one choice."""
+    """The ResponseRenderer of one message, which has one choice."""
 
     def __init__(self, message_id: str, model: str, plan: ParsingPlan, formatter: LogprobsFormatter) -> None:
         """`formatter`: knows where in the text each token begins."""

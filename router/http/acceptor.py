@@ -27,8 +27,9 @@ _log = logging.getLogger(__name__)
 
 
 class Acceptor:
-    """`protocol` makes the protocol of a connection. `count_open` returns the number of connections that have passed
-    their handshake. `on_refused` gets the reason of each refusal."""
+    """`protocol` makes the asyncio protocol of a connection. `count_open` returns the number of connections that have
+    passed their handshake. `on_refused` gets the reason of each refusal. `share`: of the process's open files, which
+    limits the connections (see max_connections)."""
 
     handshake_seconds: ClassVar[float] = 10.0
     share: ClassVar[float] = HTTP_SHARE

@@ -1,6 +1,6 @@
-"""Dashboard: a small web page on the router's HTTP port, and the one JSON object that it shows.
+"""Dashboard: a web page on the router's HTTP port, and the JSON object that the page shows.
 
-The page loads nothing from other hosts, and its content security policy forbids it.
+The page loads nothing from other hosts; its content security policy forbids that.
 """
 
 import time
@@ -16,7 +16,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, LatencyStatus, Stat
 from coatcheck.router.http.json_response import AsciiJsonResponse
 
 _FILES: Final = Path(__file__).parent / "page"
-_KINDS: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_MEDIA_TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _CACHE_SECONDS: Final = 0.5  # computing percentiles takes a while, and there may be many viewers
 HEADERS: Final = {
     "content-security-policy": (
@@ -36,15 +36,17 @@ class Dashboard:
     def __init__(self, report: Callable[[], StatusResponse]) -> None:
         self._report = report
         self._cached: tuple[float, dict[str, Any]] | None = None
-        files = {f"/dashboard/{file.name}": file for file in sorted(_FILES.iterdir()) if file.suffix in _KINDS}
+        files = {f"/dashboard/{file.name}": file for file in sorted(_FILES.iterdir()) if file.suffix in _MEDIA_TYPES}
         index = _FILES / "index.html"
         self._files = {"/": index, "/dashboard": index, **files}
 
     @property
     def endpoints(self) -> dict[str, Callable[[], Awaitable[Response]]]:
         """The endpoints of the page's files and of its state, by path."""
-        parts = {path: partial(_send, file.read_bytes(), _KINDS[file.suffix]) for path, file in self._files.items()}
-        return {**parts, "/dashboard/state": self.state}
+        pages = {
+            path: partial(_send, file.read_bytes(), _MEDIA_TYPES[file.suffix]) for path, file in self._files.items()
+        }
+        return {**pages, "/dashboard/state": self.state}
 
     async def state(self) -> Response:
         """The state as JSON, at most _CACHE_SECONDS old."""
@@ -67,7 +69,7 @@ def state_of(status: StatusResponse) -> dict[str, Any]:
         "queued": status.queued_requests,
         "queue_seconds": status.queue_seconds,
         "configuration": status.configuration,
-        "outcomes": [_fields(one, "outcome", "count") for one in status.outcomes],
+        "outcomes": [_fields(outcome, "outcome", "count") for outcome in status.outcomes],
         "generated_tokens": sum(group.generated_tokens for group in status.groups),
         "hit_ratio": status.hit_ratio,
         "latencies": {name: _latency(getattr(status, name)) for name in ("ttft", "tpot", "itl", "queue")},
@@ -97,5 +99,5 @@ def _latency(latency: LatencyStatus) -> dict[str, Any]:
     return {**percentiles, "count": latency.count}
 
 
-async def _send(data: bytes, kind: str) -> Response:
-    return Response(data, media_type=kind, headers=HEADERS)
+async def _send(data: bytes, media_type: str) -> Response:
+    return Response(data, media_type=media_type, headers=HEADERS)

@@ -1,8 +1,8 @@
-"""Errors as clients get them: an ErrorReport has what a client is told, and one function per API gives it its form.
+"""Errors as clients get them. An ErrorReport holds the facts, and one function for each API formats them:
 
-| API | form |
+| API | function |
 |---|---|
-| OpenAI, and all that no other row names | `openai_error` |
+| OpenAI, and every other HTTP API | `openai_error` |
 | Anthropic, by its path | `anthropic_error` |
 | Connect, by its path | `connect_error` |
 | gRPC | `grpc_status` |
@@ -83,8 +83,8 @@ class UnsupportedThread(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
-    """What a client is told of an error, in any API. `status`: the HTTP status. `message`: at most 1,001 characters.
-    `param`: the wrong field. `error`: the exception, if there is one."""
+    """The facts of an error that a client gets, in any API. `status`: the HTTP status. `message`: at most 1,001
+    characters. `param`: the wrong field. `error`: the exception, if there is one."""
 
     status: int
     code: GrpcCode
@@ -99,8 +99,8 @@ class ErrorReport:
 
 
 def report_error(error: BaseException, path: str = "") -> ErrorReport:
-    """What a client is told of an exception. `path`: the request's. An exception whose message is not for users is
-    logged with an incident number, and the client gets only that number."""
+    """The ErrorReport of an exception. `path`: the request's. An exception whose message is not for users is logged
+    with an incident number, and the client gets only that number."""
     code, status = status_of(error)
     if isinstance(error, UnicodeEncodeError):  # JSON can escape what UTF-8 cannot encode
         return ErrorReport(400, GrpcCode.INVALID_ARGUMENT, LONE_SURROGATE, None, error)
@@ -119,7 +119,7 @@ def report_error(error: BaseException, path: str = "") -> ErrorReport:
 
 
 def report_refusal(status: int, message: str) -> ErrorReport:
-    """What a client is told of a request that is refused with `status` without an exception."""
+    """The ErrorReport of a request that is refused with `status`, without an exception."""
     return ErrorReport(status, _CODE_OF_STATUS.get(status, GrpcCode.INVALID_ARGUMENT), _clip(message))
 
 
@@ -144,11 +144,11 @@ def openai_error(report: ErrorReport) -> dict[str, Any]:
 def anthropic_error(report: ErrorReport) -> dict[str, Any]:
     """Anthropic's error object. A request that exceeds the context is refused in Anthropic's words."""
     kind = _ANTHROPIC_TYPES.get(report.status, "api_error")
-    made: dict[str, Any] = {"type": kind, "message": _anthropic_words(report.error) or report.message}
+    fields: dict[str, Any] = {"type": kind, "message": _anthropic_words(report.error) or report.message}
     if isinstance(report.error, UnsupportedThread):
-        # Anthropic's client looks for these details; it then sends the whole conversation.
-        made["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-    return {"type": "error", "error": made}
+        # Anthropic's client looks for these details, and then sends the whole conversation.
+        fields["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": fields}
 
 
 def connect_error(report: ErrorReport) -> dict[str, Any]:

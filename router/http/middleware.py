@@ -104,27 +104,29 @@ class RequestGate:
             scope = {**scope, "method": "GET"}
         if self._root_path and scope["path"].startswith(f"{self._root_path}/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._root_path)}
-        sent = Headers(scope=scope)
-        given = sent.get("x-request-id", "")
-        scope["request_id"] = request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        headers = Headers(scope=scope)
+        sent_id = headers.get("x-request-id", "")
+        scope["request_id"] = request_id = sent_id if _REQUEST_ID.fullmatch(sent_id) else uuid.uuid4().hex
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
+                response_headers = MutableHeaders(scope=message)
+                response_headers["x-request-id"] = request_id
                 if scope["path"].startswith(ANTHROPIC_PATH):
-                    headers["request-id"] = request_id
+                    response_headers["request-id"] = request_id
             await send(message)
 
-        refusal = self._refuse_host(scope, sent) or self._authenticate(scope, sent)
+        refusal = self._refuse_host(scope, headers) or self._authenticate(scope, headers)
         if refusal is not None:
             await respond_unread(scope, receive, send_with_id, refusal)
         else:
             await self._app(scope, receive, send_with_id)
 
     def _refuse_host(self, scope: Scope, headers: Headers) -> Response | None:
-        """Refuses two kinds of requests. With several Host headers: a proxy may have read another one than this router
-        (RFC 9112, 3.2). With a Host header that names another host: this prevents DNS rebinding.
+        """The refusal of a request with several Host headers, or with one that names another host; else None.
+
+        Of several headers a proxy may have read another one than this router (RFC 9112, 3.2). A check of the host
+        prevents DNS rebinding:
 
         A router on loopback without keys serves every client that can connect. A web page in a browser on this host
         could let its own domain resolve to a loopback address, and the browser would let the page read the router's
@@ -145,7 +147,8 @@ class RequestGate:
         return error_response(refusal, scope["path"])
 
     def _authenticate(self, scope: Scope, headers: Headers) -> Response | None:
-        """Sets scope["tenant"], except for probes; otherwise returns the refusal, with status 401 or 403."""
+        """Sets scope["tenant"], except for probes. Returns the refusal of a request without valid credentials, with
+        status 401 or 403; else None."""
         if scope["path"] in _OPEN_PATHS:
             return None
         required = _required_scope(scope["path"])

@@ -104,9 +104,9 @@ AssistantToolCall = Annotated[
 
 
 class Message(RequestBody):
-    """Unknown fields have no effect: clients send back messages that other servers have made. `refusal` is OpenAI's
-    answer in place of `content`. `function_call` is the older form of one of `tool_calls`, and a message of the role
-    "function" is its result."""
+    """A message of a chat. Unknown fields have no effect: clients send back messages that other servers have made.
+    `refusal` is OpenAI's answer in place of `content`. `function_call` is the older form of one of `tool_calls`, and a
+    message of the role "function" is its result."""
 
     drops_unknown_fields: ClassVar = True
 
@@ -128,7 +128,10 @@ class Message(RequestBody):
         called = [(call.id, call.function) for call in self.tool_calls]
         if self.function_call is not None:
             called.append(("", self.function_call))
-        calls = [ToolCall(id=one, name=call.name, arguments=call.arguments or "{}") for one, call in called]
+        calls = [
+            ToolCall(id=call_id, name=function.name, arguments=function.arguments or "{}")
+            for call_id, function in called
+        ]
         return ChatMessage(
             role="tool" if self.role == "function" else self.role,
             content=text or self.refusal,
@@ -241,7 +244,7 @@ class ChatRequest(SamplingFields):
         return {"logprobs": "top_logprobs", "max_tokens": limit}
 
     @model_validator(mode="after")
-    def _take_reasoning_fields(self) -> Self:
+    def _copy_reasoning_fields(self) -> Self:
         """Copies `thinking` and `reasoning` into the fields of OpenAI, Qwen and vLLM that the body does not set."""
         reasoning, switch = self.reasoning or ReasoningFields(), self.thinking
         if self.reasoning_effort is None:

@@ -1,5 +1,5 @@
-"""ChatRunner: runs the chats of all HTTP APIs. Each API translates its body into a ChatRequest, and makes its response
-from the parts of the answer."""
+"""ChatRunner: runs the chats of all HTTP APIs. Each API translates its body into a ChatRequest, and brings the
+ResponseRenderer that makes its response."""
 
 import asyncio
 import re
@@ -18,7 +18,7 @@ from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.request_body import in_thread_if_long
 from coatcheck.router.openai.responder import Responder
 from coatcheck.router.openai.response_parts import ResponseHead
-from coatcheck.router.openai.response_sender import HttpAnswer
+from coatcheck.router.openai.response_sender import ResponseRenderer
 from coatcheck.router.openai.tools import Function
 from coatcheck.router.parsing.output_parser import ParsingPlan
 from coatcheck.router.parsing.output_planner import OutputPlanner
@@ -32,7 +32,7 @@ _QUOTED_LINE: Final = re.compile(r" \d+ \| ")  # how llguidance quotes a line of
 
 _UNKNOWN_VARIABLES: Final = ReasoningVariables(None)  # of a client's template
 
-MakeAnswer = Callable[[ParsingPlan, list[int]], HttpAnswer]  # takes the plan, and the prompt's token ids or []
+MakeRenderer = Callable[[ParsingPlan, list[int]], ResponseRenderer]  # takes the plan, and the prompt's token ids or []
 
 
 class ChatRunner:
@@ -50,35 +50,36 @@ class ChatRunner:
         self._planner = planner
         self._responder = responder
 
-    async def run(self, request: Request, body: ChatRequest, make_answer: MakeAnswer) -> Response:
-        """Generates an answer to the chat, and responds in the form of the HttpAnswer that `make_answer` returns."""
+    async def run(self, request: Request, body: ChatRequest, make_renderer: MakeRenderer) -> Response:
+        """Generates the next message of the chat. `make_renderer` makes what renders the response."""
         plan = self._make_plan(body)
-        message = await self._translate(request, body, plan)
+        generate_request = await self._translate(request, body, plan)
         if body.max_reasoning_tokens is not None:
             limit = self._planner.reasoning_limit(body.max_reasoning_tokens, plan.reasoning_start)
             if limit is not None:
-                message.sampling.reasoning_limit.CopyFrom(limit.to_message())
+                generate_request.sampling.reasoning_limit.CopyFrom(limit.to_message())
         token_ids: list[int] = []
-        tokenize = TokenizeRequest(model=body.model, chat=message.chat)
+        tokenize = TokenizeRequest(model=body.model, chat=generate_request.chat)
         if body.truncate_prompt_tokens is not None:
             found = (await self._generation.tokenize(tokenize)).token_ids
-            token_ids = body.truncate(found, message.sampling.max_tokens, self.max_model_len)
-            message.token_ids.ids.extend(token_ids)  # instead of the chat: both are the prompt
+            token_ids = body.truncate(found, generate_request.sampling.max_tokens, self.max_model_len)
+            generate_request.token_ids.ids.extend(token_ids)  # replaces the chat: both are in the oneof `prompt`
         elif body.return_token_ids:
             token_ids = await self._generation.tokenize_prompt(tokenize)
         try:
-            return await self._responder.respond(request, [message], make_answer(plan, token_ids), stream=body.stream)
+            renderer = make_renderer(plan, token_ids)
+            return await self._responder.respond(request, [generate_request], renderer, stream=body.stream)
         except InvalidParameter as error:  # named as in the body
             raise InvalidParameter(body.sent_names.get(error.name, error.name), error.reason) from None
         except GrammarRefused as refused:
             if functions := body.constrained_functions():
                 raise await self._explain_refused_schemas(functions, refused) from None
-            raise body.name_refused(refused) from None
+            raise body.explain_refused_grammar(refused) from None
 
     async def count_tokens(self, request: Request, body: ChatRequest) -> int:
         """The number of tokens of the chat's prompt."""
-        message = await self._translate(request, body, self._make_plan(body))
-        tokenize = TokenizeRequest(model=body.model, chat=message.chat)
+        generate_request = await self._translate(request, body, self._make_plan(body))
+        tokenize = TokenizeRequest(model=body.model, chat=generate_request.chat)
         return len((await self._generation.tokenize(tokenize)).token_ids)
 
     @property
@@ -86,15 +87,18 @@ class ChatRunner:
         """The model's context; 0 until a group has registered."""
         return self._generation.model.max_model_len if self._generation.model else 0
 
-    def response_head(self, response_id: str, asked: str) -> ResponseHead:
-        """The head of a response to a request that names the model `asked`."""
+    def response_head(self, response_id: str, requested_model: str) -> ResponseHead:
+        """The head of a response. `requested_model`: the model that the request names."""
         model, config = self._generation.model, self._generation.config
         fingerprints = [] if model is None else [model.fingerprint]
-        if model is not None and (adapter := config.adapter_of(asked)):
+        if model is not None and (adapter := config.adapter_of(requested_model)):
             fingerprints += [one.fingerprint for one in model.adapters if one.name == adapter]
         shown = f"fp_{'-'.join(one[:12] for one in fingerprints)}" if fingerprints else ""
         return ResponseHead(
-            response_id, config.response_name(asked), shown, shows_metrics=config.enable_per_request_metrics
+            response_id,
+            config.response_name(requested_model),
+            shown,
+            shows_metrics=config.enable_per_request_metrics,
         )
 
     def _make_plan(self, body: ChatRequest) -> ParsingPlan:

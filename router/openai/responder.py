@@ -1,4 +1,4 @@
-"""Responder: generates for a request, and sends the response, whole or as a stream."""
+"""Responder: runs the generate requests of an HTTP request, and sends the response, whole or as a stream."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -13,7 +13,7 @@ from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest
 from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
 from coatcheck.router.openai.merge_streams import start_merged
-from coatcheck.router.openai.response_sender import HttpAnswer, LargeResponses, SseResponse, while_connected
+from coatcheck.router.openai.response_sender import LargeResponses, ResponseRenderer, SseResponse, while_connected
 from coatcheck.router.serving.generate_service import CallOptions, GenerateService
 from coatcheck.router.serving.logprob_limits import num_values
 
@@ -22,41 +22,50 @@ _MAX_LOGPROBS: Final = 1 << 22  # of one response; 2.7 million are 76 MB of JSON
 
 
 class Responder:
-    """One for each router."""
+    """One for each router. `large` encodes large responses."""
 
     def __init__(self, generation: GenerateService, large: LargeResponses) -> None:
         self._generation = generation
         self._large = large
 
     async def respond(
-        self, request: Request, messages: Sequence[GenerateRequest], answer: HttpAnswer, *, stream: bool
+        self,
+        request: Request,
+        generate_requests: Sequence[GenerateRequest],
+        renderer: ResponseRenderer,
+        *,
+        stream: bool,
     ) -> Response:
-        """Generates for all messages, and responds in the form of `answer`: an SSE stream with `stream`, else one JSON
-        object. Cancels the generation if the client disconnects."""
+        """Runs all generate requests, one for each prompt, and responds: with an SSE stream if `stream`, else with one
+        JSON object. Cancels the requests if the client disconnects."""
         trace_context = {name: request.headers[name] for name in TRACE_CONTEXT_HEADERS if name in request.headers}
         options = CallOptions(request.scope["tenant"], trace_context)
-        self._check_logprobs(messages, stream=stream)
+        self._check_logprobs(generate_requests, stream=stream)
         if not stream:
-            calls = [partial(self._generation.generate, message, options) for message in messages]
+            calls = [
+                partial(self._generation.generate, generate_request, options) for generate_request in generate_requests
+            ]
             responses = await while_connected(request.receive, run_all(calls))
-            return await self._large.make_response(answer, responses)
+            return await self._large.make_response(renderer, responses)
         admitted = asyncio.Semaphore(0)
         options = replace(options, on_admitted=admitted.release)
-        sources = [self._generation.generate_stream(message, options) for message in messages]
+        sources = [
+            self._generation.generate_stream(generate_request, options) for generate_request in generate_requests
+        ]
         events = await while_connected(request.receive, start_merged(sources, admitted))
-        return SseResponse(events, answer, self._large)
+        return SseResponse(events, renderer, self._large)
 
-    def _check_logprobs(self, messages: Sequence[GenerateRequest], *, stream: bool) -> None:
+    def _check_logprobs(self, generate_requests: Sequence[GenerateRequest], *, stream: bool) -> None:
         """Raises InvalidRequest if the response could have more log-probabilities than the router may hold in memory.
         In a stream only those of prompts are held."""
         model = self._generation.model
         max_model_len, vocab = (model.max_model_len, model.vocab_size) if model else (0, 0)
         count = 0
-        for message in messages:
-            sampling = message.sampling
+        for generate_request in generate_requests:
+            sampling = generate_request.sampling
             n = sampling.n or 1
             if sampling.HasField("prompt_logprobs"):
-                count += n * len(message.token_ids.ids) * num_values(sampling.prompt_logprobs, vocab)
+                count += n * len(generate_request.token_ids.ids) * num_values(sampling.prompt_logprobs, vocab)
             if not sampling.HasField("logprobs"):
                 continue
             each = num_values(sampling.logprobs, vocab)

@@ -25,9 +25,9 @@ _T = TypeVar("_T")
 _Packed = tuple[list[bytes], bytes, bytes]
 
 
-class HttpAnswer(Protocol):
-    """The form that an API gives to the answer to a request: one JSON object, or a stream of events. It can be pickled
-    before its first method is called."""
+class ResponseRenderer(Protocol):
+    """Renders the response to one request in the form of an API: as one JSON object, or as a stream of events. Can be
+    pickled before its first method is called."""
 
     def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
         """The response object. `responses`: one for each prompt."""
@@ -62,12 +62,12 @@ class LargeResponses:
     def __init__(self, side: SideProcesses) -> None:
         self._side = side
 
-    async def make_response(self, response: HttpAnswer, responses: Sequence[GenerateResponse]) -> Response:
-        """The HTTP response of `response`, for the service's responses to each prompt."""
-        if response.count_values(responses) <= LARGE_VALUES:
-            return AsciiJsonResponse(response.make_response(responses))
+    async def make_response(self, renderer: ResponseRenderer, responses: Sequence[GenerateResponse]) -> Response:
+        """The HTTP response. `responses`: GenerateService's, one for each prompt."""
+        if renderer.count_values(responses) <= LARGE_VALUES:
+            return AsciiJsonResponse(renderer.make_response(responses))
         packed = await asyncio.to_thread(_pack, responses)
-        return _SlicedJsonResponse(await self._side.run_unlimited(_make_response, response, packed))
+        return _SlicedJsonResponse(await self._side.run_unlimited(_make_response, renderer, packed))
 
     async def make_json(
         self, values: int, make: Callable[_Arguments, Any], *arguments: _Arguments.args, **named: _Arguments.kwargs
@@ -77,22 +77,22 @@ class LargeResponses:
             return AsciiJsonResponse(make(*arguments, **named))
         return _SlicedJsonResponse(await self._side.run_unlimited(_make_json, make, *arguments, **named))
 
-    async def make_chunk(self, response: HttpAnswer, prompt_index: int, event: GenerateEvent) -> bytes:
-        made = response.make_chunk(prompt_index, event)
+    async def make_chunk(self, renderer: ResponseRenderer, prompt_index: int, event: GenerateEvent) -> bytes:
+        made = renderer.make_chunk(prompt_index, event)
         return made if isinstance(made, bytes) else await self._side.run_unlimited(made.write)
 
 
 class SseResponse(Response):
-    """`events` has begun, so errors before its first event have become the HTTP status. `events` is closed when the
-    client disconnects."""
+    """A stream of server-sent events. The caller has awaited the first of `events`, so that an error before it became
+    the HTTP status. `events` is closed when the client disconnects."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, response: HttpAnswer, large: LargeResponses) -> None:
+    def __init__(self, events: Events, renderer: ResponseRenderer, large: LargeResponses) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._response = response
+        self._renderer = renderer
         self._large = large
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,15 +108,15 @@ class SseResponse(Response):
                 await send(message)
 
     async def _make_messages(self) -> AsyncGenerator[Message, None]:
-        """The body, as messages of ASGI. The status is sent already, so an error becomes the last event. Errors of
-        `send` are not raised here."""
+        """The body, as ASGI messages. The status is sent already, so an error becomes the last event. Errors of `send`
+        are not raised here."""
         try:
             async for prompt_index, event in self._events:
-                for piece in _sliced(await self._large.make_chunk(self._response, prompt_index, event)):
+                for piece in _sliced(await self._large.make_chunk(self._renderer, prompt_index, event)):
                     yield {"type": "http.response.body", "body": piece, "more_body": True}
-            last = self._response.make_end()
+            last = self._renderer.make_end()
         except Exception as error:
-            last = self._response.make_error(error)
+            last = self._renderer.make_error(error)
         yield {"type": "http.response.body", "body": last, "more_body": False}
 
 
@@ -183,8 +183,8 @@ def _unpack(packed: _Packed) -> GenerateResponse:
     )
 
 
-def _make_response(response: HttpAnswer, packed: Sequence[_Packed]) -> bytes:
-    return json_bytes(response.make_response([_unpack(part) for part in packed]))
+def _make_response(renderer: ResponseRenderer, packed: Sequence[_Packed]) -> bytes:
+    return json_bytes(renderer.make_response([_unpack(part) for part in packed]))
 
 
 def _make_json(make: Callable[..., Any], *arguments: Any, **named: Any) -> bytes:

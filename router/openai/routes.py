@@ -1,7 +1,7 @@
 """OpenAIRoutes: the HTTP endpoints of OpenAI's API and a few of vLLM's, over the same GenerateService as gRPC.
 
-A body becomes GenerateRequests, and their events become OpenAI's objects. The middleware (http/middleware.py) has
-authenticated the client before.
+A body becomes one GenerateRequest for each prompt, and the service's events become OpenAI's objects. The middleware
+(http/middleware.py) authenticates the client before.
 """
 
 from collections.abc import Sequence
@@ -119,19 +119,19 @@ class OpenAIRoutes:
             token_ids = [body.truncate(ids, body.max_tokens, self.chats.max_model_len) for ids in token_ids]
             prompts = list[Prompt](token_ids)
         sources: Sequence[Prompt] = token_ids if needs_ids else prompts
-        messages = await in_thread_if_long(request, lambda: body.to_generate_requests(sources, request_id))
+        generate_requests = await in_thread_if_long(request, lambda: body.to_generate_requests(sources, request_id))
         echoed = [
             EchoedPrompt(await self._echo(prompt) if body.echo else "", ids, isinstance(prompt, str))
             for prompt, ids in zip(prompts, token_ids, strict=True)
         ]
         options = body.model_copy(update={"prompt": ""})  # without the prompt it is small to keep and to pickle
-        response = CompletionResponse(
+        renderer = CompletionResponse(
             self.chats.response_head(f"cmpl-{request_id}", body.model), options, echoed, self._formatter_of(body)
         )
         try:
-            return await self._responder.respond(request, messages, response, stream=body.stream)
+            return await self._responder.respond(request, generate_requests, renderer, stream=body.stream)
         except GrammarRefused as refused:
-            raise body.name_refused(refused) from None
+            raise body.explain_refused_grammar(refused) from None
 
     async def chat_completions(self, request: Request, body: ChatRequest) -> Response:
         """Generates the assistant's next message."""
@@ -261,21 +261,22 @@ async def _handle_error(request: Request, error: Exception) -> Response:
 async def _handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     endpoint = f"{request.method} {request.url.path}"
-    messages = {404: f"unknown endpoint {endpoint}{_hint(request)}", 405: f"{endpoint}: method not allowed"}
+    messages = {404: f"unknown endpoint {endpoint}{_endpoint_hint(request)}", 405: f"{endpoint}: method not allowed"}
     message = messages.get(error.status_code, str(error.detail))
     response = error_response(report_refusal(error.status_code, message), request.url.path)
     response.headers.update(error.headers or {})
     return response
 
 
-def _hint(request: Request) -> str:
-    """A hint for a client whose base URL lacks /v1, has it twice, or has a slash too many: the endpoint that it means.
-    For an endpoint that is off: the flag that turns it on. Else ""."""
+def _endpoint_hint(request: Request) -> str:
+    """What to send instead of an unknown path. If the base URL lacks /v1, has it twice, or has a slash too many: the
+    endpoint that the client means. For an endpoint that is off: the flag that turns it on. Else ""."""
     path = "/" + "/".join(filter(None, request.url.path.split("/")))
     if path == "/tokenizer_info":
         return "; it needs serve --enable-tokenizer-info-endpoint"
     known = {getattr(route, "path", "") for route in request.app.routes}
-    found = next((one for one in (path, f"/v1{path}", path.removeprefix("/v1")) if one in known), None)
+    candidates = (path, f"/v1{path}", path.removeprefix("/v1"))
+    found = next((candidate for candidate in candidates if candidate in known), None)
     return f"; use {found}" if found and found != request.url.path else ""
 
 

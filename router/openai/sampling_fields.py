@@ -290,7 +290,7 @@ class SamplingFields(RequestBody):
             raise InvalidRequest("several fields ask for structured output; keep one of them")
         return found[0][1] if found else None
 
-    def name_refused(self, refused: GrammarRefused) -> InvalidRequest:
+    def explain_refused_grammar(self, refused: GrammarRefused) -> InvalidRequest:
         """The error for a grammar that does not compile, with the name of the field that asks for it."""
         name = next(name for name, _ in self._find_grammars())
         reason = f"cannot be compiled: {refused.reason}; change the named part"

@@ -35,9 +35,9 @@ class _OutputItem:
 
 
 class ResponsesAnswer:
-    """The HttpAnswer of one response. `settings`: fields of the response that repeat the request. When the response is
-    complete, `on_end` gets the response object and its parts, one for each item. `namespaces`: see names_in_namespaces.
-    `has_logprobs`: the texts have log-probabilities."""
+    """The ResponseRenderer of one response. `settings`: fields of the response that repeat the request. When the
+    response is complete, `on_end` gets the response object and its parts, one for each item. `namespaces`: see
+    names_in_namespaces. `has_logprobs`: the texts have log-probabilities."""
 
     def __init__(
         self,

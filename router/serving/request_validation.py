@@ -38,11 +38,11 @@ _EMPTY = "the prompt is empty; give at least one token"
 load_tokenizer = cache(TokenizerJson.load)  # in a side process, which serves one model
 
 
-def check_model_name(asked: str, served: Sequence[str]) -> None:
-    """Raises NotFound if a client asks for a model that is not served here."""
-    if asked and asked not in served:
+def check_model_name(requested: str, served: Sequence[str]) -> None:
+    """Raises NotFound if a request names a model that is not served here. "" is the model itself."""
+    if requested and requested not in served:
         names = ", ".join(map(repr, served))
-        raise NotFound(f"The model {asked[:_LONGEST_NAME]!r} does not exist; this server has {names}")
+        raise NotFound(f"The model {requested[:_LONGEST_NAME]!r} does not exist; this server has {names}")
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
