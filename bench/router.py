@@ -118,7 +118,7 @@ def _decide(groups: int = 64, blocks: int = 1_000_000, prompt: int = 8192, block
     table = LoadTable()
     for slot in range(groups):
         load = GroupLoad(Registration(model=model, max_batch_tokens=2048), table, slot)
-        load.report(Load(status=status, queued_prefill_tokens=1000), now=0.0)
+        load.apply_report(Load(status=status, queued_prefill_tokens=1000), now=0.0)
     names, slots = np.array([f"g{slot}" for slot in range(groups)], object), np.arange(groups)
 
     def decision() -> None:

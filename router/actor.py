@@ -100,7 +100,7 @@ class RouterActor:
         if heartbeat is None or router is None:
             return None
         is_draining = router.traffic.is_draining or router.traffic.will_drain
-        return RouterReport(heartbeat.read(), router.groups.version, router.groups.missing, is_draining)
+        return RouterReport(heartbeat.read(), router.groups.version, router.groups.unattached, is_draining)
 
     async def announce_drain(self) -> None:
         """See Router.announce_drain."""

@@ -185,7 +185,7 @@ class _View:
                 sent_at.popleft()
                 self._reported[name] += 1
             group.report.submissions = self._reported[name]  # each router has its own stream, and its own count
-            self._loads[name].report(group.report, tick)
+            self._loads[name].apply_report(group.report, tick)
 
     def _matched(self, job: SimulatedRequest) -> Mapping[str, PrefixMatch]:
         """The blocks of the prompt that each group holds, or has been sent to compute."""

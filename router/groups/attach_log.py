@@ -109,5 +109,6 @@ class AttachLog:
 
 
 def what_to_check(reason: str) -> str:
-    """What an operator should check about the reason of a failed attempt. It contains `{address}`, the group's."""
+    """What an operator should check after an attempt that failed for `reason`. The text has `{address}` in place of the
+    group's address."""
     return next((check for pattern, check in _CHECKS if re.search(pattern, reason)), _OTHER_CHECK)

@@ -64,16 +64,16 @@ class ServingGroups:
     def _distinct_limits(self) -> list[int]:
         return sorted(set(self._limits))
 
-    def eligible(self, max_len: int = 0, kind: bytes = b"") -> EligibleGroups:
-        """The groups that could hold `max_len` tokens if they were empty. With `kind`: only those of this kind (see
-        group_kind). Requests with the same groups get the same object."""
-        key = bisect_left(self._distinct_limits, max_len), kind
+    def eligible(self, max_len: int = 0, only_kind: bytes = b"") -> EligibleGroups:
+        """The groups that could hold `max_len` tokens if they were empty. `only_kind`: only groups of this group_kind;
+        b"" for any. Requests with the same groups get the same object."""
+        key = bisect_left(self._distinct_limits, max_len), only_kind
         if key not in self._eligible:
             self._eligible[key] = EligibleGroups(
                 [
                     group
                     for group, limit in zip(self.groups, self._limits, strict=True)
-                    if limit >= max_len and (not kind or group.kind == kind)
+                    if limit >= max_len and (not only_kind or group.group_kind == only_kind)
                 ]
             )
         return self._eligible[key]

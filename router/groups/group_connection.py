@@ -1,9 +1,9 @@
 """GroupConnection: the one long-lived stream between this router and a group.
 
-It sends submissions and aborts, delivers outputs to the submissions and KV events to the prefix index, and keeps the
-group's last load report. When the stream breaks, or the group sends nothing for too long, every submission fails at
-once. The connection then attaches again, with backoff, until it is closed. A group is ejected if it is slow, is not the
-expected one, or sends impossible messages: its stream ends, and the reason is kept for the status.
+The connection sends submissions and aborts, delivers outputs to the submissions and KV events to the prefix index, and
+keeps the group's last load report. When the stream breaks, or the group sends nothing for too long, every submission
+fails at once. The connection then attaches again, with backoff, until it is closed. A group is ejected if it is slow,
+is not the expected one, or sends impossible messages: its stream ends, and the reason is kept for the status.
 """
 
 import asyncio
@@ -71,12 +71,12 @@ class GroupConnection:
     ) -> None:
         self.endpoint = endpoint
         self.registration = Registration()
-        self.kind = b""  # of the registered group; see group_kind
+        self.group_kind = b""  # of the registered group; see the function group_kind
         self.load = GroupLoad(self.registration)
         self.index = index
         self._loads = loads
         self.submissions = OpenSubmissions()
-        self.detached_because = endpoint.reason  # why the group is not attached
+        self.detach_reason = endpoint.reason  # why the group is not attached
         self.ejections = 0
         self.last_ejection = ""  # reason of the last ejection
         self.on_change = on_change
@@ -158,7 +158,7 @@ class GroupConnection:
 
     async def close(self, reason: str) -> None:
         """Ends the stream for good; its submissions fail."""
-        self.detached_because = reason
+        self.detach_reason = reason
         self._is_closed = True  # if gRPC swallows the cancellation, the stream ends with an error of gRPC
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -171,7 +171,7 @@ class GroupConnection:
                     backoff = _FIRST_BACKOFF
                 else:
                     backoff = min(backoff * 2, _LONGEST_BACKOFF)
-                    self._attach_log.record_failure(self.endpoint.address, self.detached_because)
+                    self._attach_log.record_failure(self.endpoint.address, self.detach_reason)
             except GroupEjected as error:
                 if self._is_closed:
                     return
@@ -193,9 +193,9 @@ class GroupConnection:
         try:
             self._stream.send(ToGroup(hello=Hello(router=self._config.name, contract=CONTRACT, version=VERSION)))
             await self._stream.read(self._receive)
-            self.detached_because = "the group ended the stream"
+            self.detach_reason = "the group ended the stream"
         except grpc.aio.AioRpcError as error:
-            self.detached_because = f"{error.code().name}: {error.details()}"
+            self.detach_reason = f"{error.code().name}: {error.details()}"
         except GroupSilent as silent:
             self._record_ejection(str(silent))
         except GroupEjected as error:
@@ -204,7 +204,7 @@ class GroupConnection:
             raise
         except Exception as error:  # whatever a group sends, this router continues to serve the others
             self._record_ejection(f"its stream could not be read: {error}")
-            raise GroupEjected(self.detached_because) from error  # an immediate attempt would fail in the same way
+            raise GroupEjected(self.detach_reason) from error  # an immediate attempt would fail in the same way
         finally:
             attached = self._drop_group()
         return attached
@@ -220,7 +220,7 @@ class GroupConnection:
             case "events":
                 self._handle_outcome(self.index.apply_events(self.name, message.events))
             case "load":
-                self.load.report(message.load, asyncio.get_running_loop().time())
+                self.load.apply_report(message.load, asyncio.get_running_loop().time())
                 if (ejected := self._detect_outlier(self)) is not None:
                     raise ejected
                 self.on_room()
@@ -241,9 +241,9 @@ class GroupConnection:
         if reason := registration_problem(registration, self.endpoint, self._config.model_name, other_size):
             raise GroupEjected(reason)
         self.registration = registration
-        self.kind = group_kind(registration.model)
+        self.group_kind = group_kind(registration.model)
         self._attach_log.record_attached()
-        self.detached_because = ""
+        self.detach_reason = ""
         self._is_slow = False
         self._pause_ended.clear()
         self.load.leave_table()
@@ -277,20 +277,20 @@ class GroupConnection:
 
     def _record_ejection(self, reason: str) -> None:
         self.ejections += 1
-        self.detached_because = self.last_ejection = reason
+        self.detach_reason = self.last_ejection = reason
 
     def _drop_group(self) -> bool:
         """Fails every submission and drops every block of the group, because its stream has ended. Returns whether the
         group had registered."""
         attached = self.is_attached
         if self._failure_notice.reason:
-            self.detached_because = f"it ended by itself: {self._failure_notice.reason}"
+            self.detach_reason = f"it failed: {self._failure_notice.reason}"
         self.registration = Registration()
         self.load.leave_table()
         self.load = GroupLoad(self.registration)
         self.index.remove_group(self.name)
         if attached:
-            reason = f"group {self.name} is lost: {self.detached_because}"
+            reason = f"group {self.name} is lost: {self.detach_reason}"
             loss = self._failures.record_loss(self.name, self.endpoint.incarnation, reason, self._failure_cause())
             self.submissions.fail_all(loss, self._failure_notice.unstarted)
             self.on_change()
@@ -305,9 +305,9 @@ class GroupConnection:
 
 
 def group_kind(model: GetModelResponse) -> bytes:
-    """16 bytes that are equal for groups between which a stream may move. Up to rounding they compute the same logits;
-    with --deterministic, the same tp and the same kind of machine the logits are equal bit for bit. Part of resume
-    tickets, so all routers of a cluster must compute the same bytes."""
+    """16 bytes that are equal for groups between which a stream may move. Up to rounding these groups compute the same
+    logits; with --deterministic, the same tp and the same kind of machine the logits are equal bit for bit. The bytes
+    are part of resume tickets, so all routers of a cluster must compute the same."""
     parts = (model.name, model.fingerprint, sorted(adapters_key(model)), model.dtype, model.kv_dtype, model.block_size)
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
 

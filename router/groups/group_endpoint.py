@@ -1,4 +1,4 @@
-"""GroupEndpoint: what the supervisor tells routers about one group; it is pickled between processes."""
+"""GroupEndpoint: one group in the supervisor's list of groups for routers. Pickled between processes."""
 
 from dataclasses import dataclass
 

@@ -13,7 +13,7 @@ class FailureCause(Enum):
     """Why a group was lost; the values are metric labels."""
 
     PLANNED = "planned"  # drained, or ejected because it is slow: no request is to blame
-    CRASH = "crash"  # the group ended by itself: an error in a step, or a fault in one of its processes
+    CRASH = "crash"  # an error in a step, or a fault in one of the group's processes
     KILLED = "killed"  # ended from outside; the kernel's OOM killer may have done so because of a request's memory
     UNKNOWN = "unknown"  # the node is gone, the group hangs, or the cause is not known yet
 

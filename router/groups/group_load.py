@@ -45,7 +45,7 @@ class _Unreported(NamedTuple):
 
 
 class GroupLoad:
-    """Call `report` for each report and `add_submission` for each request sent, in the stream's order.
+    """Call `apply_report` for each report and `add_submission` for each request sent, in the stream's order.
 
     `table`: where the load is written at `slot` whenever it changes; None: nowhere.
     """
@@ -82,7 +82,7 @@ class GroupLoad:
             self._table.clear(self.slot)
             self._table = None
 
-    def report(self, load: Load, now: float) -> None:
+    def apply_report(self, load: Load, now: float) -> None:
         """Replaces the last report. `now`: the event loop's time, in seconds."""
         self.last_report = load
         status = load.status

@@ -34,7 +34,7 @@ class GroupRegistry:
         # Called instead when the set of groups that take new requests has changed.
         self.on_groups_changed: Callable[[], None] = lambda: None
         self._connections: dict[str, GroupConnection] = {}
-        self._absent: dict[str, GroupEndpoint] = {}  # groups without an address
+        self._without_address: dict[str, GroupEndpoint] = {}
         self._serving_before: list[GroupConnection] = []
         self.version = NO_LIST  # of the supervisor's list; other threads may read it
         self._changed = asyncio.Event()
@@ -46,19 +46,23 @@ class GroupRegistry:
         return self._connections.values()
 
     @property
-    def absent(self) -> Iterable[GroupEndpoint]:
-        """Groups that are starting or lost."""
-        return self._absent.values()
+    def without_address(self) -> Iterable[GroupEndpoint]:
+        """Groups to which there is no connection, because they are starting or lost."""
+        return self._without_address.values()
 
     def find_connection(self, name: str) -> GroupConnection | None:
         """The connection to a group; None if the group is unknown or has no address."""
         return self._connections.get(name)
 
     @property
-    def missing(self) -> tuple[str, ...]:
-        """Names of the groups that the supervisor's list has as serving and that are not attached. Thread-safe."""
+    def unattached(self) -> tuple[str, ...]:
+        """Names of the groups that are serving by the supervisor's list but not attached. Thread-safe."""
         connections = list(self._connections.values())  # one operation for other threads
-        return tuple(link.name for link in connections if link.endpoint.state == "serving" and not link.is_attached)
+        return tuple(
+            connection.name
+            for connection in connections
+            if connection.endpoint.state == "serving" and not connection.is_attached
+        )
 
     async def apply_update(self, update: GroupListUpdate) -> GroupListVersion:
         """Applies an update of the supervisor if it belongs to the list that this router holds. Returns the version of
@@ -74,7 +78,7 @@ class GroupRegistry:
     async def set_endpoints(self, endpoints: Sequence[GroupEndpoint]) -> None:
         """Replaces the list of groups: opens connections to new groups, closes those to removed or lost ones."""
         names = {endpoint.name for endpoint in endpoints}
-        known = (*self._connections, *self._absent)
+        known = (*self._connections, *self._without_address)
         await self._change_endpoints(endpoints, [name for name in known if name not in names])
 
     async def close(self) -> None:
@@ -123,16 +127,16 @@ class GroupRegistry:
                 connection.endpoint = replace(connection.endpoint, state="draining")
         closing = [self._disconnect(name) for name in removed]
         for name in removed:
-            self._absent.pop(name, None)
+            self._without_address.pop(name, None)
             self.draining.discard(name)
         for endpoint in endpoints:
             name = endpoint.name
             connection = self._connections.get(name)
             if not endpoint.address or endpoint.state == "lost":
                 closing.append(self._disconnect(name))
-                self._absent[name] = endpoint
+                self._without_address[name] = endpoint
                 continue
-            self._absent.pop(name, None)
+            self._without_address.pop(name, None)
             if connection is not None and connection.endpoint.address == endpoint.address:
                 connection.endpoint = endpoint
             else:
@@ -169,6 +173,6 @@ class GroupRegistry:
         peers = [
             other.load.last_report.status.slowness
             for other in self.serving()
-            if other is not connection and other.kind == connection.kind
+            if other is not connection and other.group_kind == connection.group_kind
         ]
         return self._outliers.detect(connection.name, status.slowness, peers, asyncio.get_running_loop().time())

@@ -1,4 +1,4 @@
-"""OpenSubmissions: the submissions of one group, which get its outputs; it decides when to wake their readers.
+"""OpenSubmissions: the open submissions of one group, and when their readers are woken for new outputs.
 
 A round begins when the readers of a step's outputs are woken. It ends when the last of them waits for outputs again; by
 then the outputs are written to the clients. The next round begins after a pause as long as the round, but no step waits
@@ -24,7 +24,7 @@ class OpenSubmissions:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._submissions: dict[int, Submission] = {}
-        self._fresh: list[Submission] = []  # have outputs; their readers are woken next
+        self._fresh: list[Submission] = []  # they have outputs, and their readers are woken next
         self._round = 0
         self._round_began = 0.0
         self._round_seconds = 0.0  # duration of the last complete round

@@ -59,11 +59,11 @@ class Request:
         """The hashes of the prompt's full blocks on a group with this model, computed once. The last token is left out:
         it is always computed, because its logits give the first output."""
         adapter = next((one.fingerprint for one in model.adapters if one.name == self.adapter), "")
-        kind = (model.name, model.fingerprint, adapter, model.block_size)
-        if kind not in self._block_hashes:
+        cache_key = (model.name, model.fingerprint, adapter, model.block_size)
+        if cache_key not in self._block_hashes:
             key = block_key(salt=self.cache_salt, model=model.name, fingerprint=model.fingerprint, adapter=adapter)
-            self._block_hashes[kind] = hash_chain(key, self.prompt_token_ids[:-1], model.block_size)
-        return self._block_hashes[kind]
+            self._block_hashes[cache_key] = hash_chain(key, self.prompt_token_ids[:-1], model.block_size)
+        return self._block_hashes[cache_key]
 
     def to_submit(
         self,
@@ -77,8 +77,8 @@ class Request:
         now: float = 0.0,
     ) -> Submit:
         """The message to a group. `delivered`: output tokens by choice that the group must not send again.
-        `max_queued_tokens`: with more prompt tokens queued, the group returns the request; None: never. The router
-        keeps the stop strings to itself."""
+        `max_queued_tokens`: with more prompt tokens queued, the group returns the request; None: never. Stop
+        strings are not sent, because the router finds them in the text."""
         packed = self._packed_prompt
         submit = Submit.FromString(packed[0]) if packed else Submit(prompt_token_ids=self.prompt_token_ids)
         rest = Submit(

@@ -52,7 +52,7 @@ class Submission:
         self.attempt = attempt
         self.decision = decision
         self.model = connection.model
-        self.kind = connection.kind  # see group_kind
+        self.group_kind = connection.group_kind
         self.choices = request.sampling.n
         self.uncached_tokens = len(request.prompt_token_ids) - decision.chosen.cached_tokens
         self.suspicion = 0

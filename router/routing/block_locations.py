@@ -166,15 +166,15 @@ class BlockLocations:
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
         everyone = (*self._held.items(), *self._leaving.items())
-        for place, (groups_by_block, gaps) in enumerate(zip(self.groups_by_block, self.gaps, strict=True)):
+        for tier_index, (groups_by_block, gaps) in enumerate(zip(self.groups_by_block, self.gaps, strict=True)):
             expected: dict[bytes, int] = {}
             expected_gaps: dict[bytes, int] = {}
             for bit, held in everyone:
                 for block, value in held.items():
                     assert value, "a block in no tier and without a child"
-                    if value >> place & 1:
+                    if value >> tier_index & 1:
                         expected[block] = expected.get(block, 0) | bit
-                    if _gaps_at(value) >> place & 1:
+                    if _gaps_at(value) >> tier_index & 1:
                         expected_gaps[block] = expected_gaps.get(block, 0) | bit
             groups_by_block.check()
             gaps.check()
@@ -192,8 +192,8 @@ class BlockLocations:
     def _update_gaps(self, bit: int, block: bytes, known: int, now: int) -> None:
         """Changes `gaps` after the group's value of a block has changed from `known` to `now`."""
         changed = _gaps_at(known) ^ _gaps_at(now)
-        for place, gaps in enumerate(self.gaps):
-            if changed >> place & 1:
+        for index, gaps in enumerate(self.gaps):
+            if changed >> index & 1:
                 groups = gaps.get(block) ^ bit
                 _set_or_drop(gaps.by_first_byte[block[0]], block, groups)
                 self._gaps[bit] += 1 if groups & bit else -1

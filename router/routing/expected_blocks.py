@@ -5,7 +5,7 @@ arrive together go to one group. Each group has one bit; a set of groups is an i
 group has left.
 
 The prompts form a radix tree, whose nodes are runs of blocks that the same prompts contain. The hash of a block covers
-all blocks before it, so two chains that are equal at one place are equal up to there, and a binary search finds where
+all blocks before it, so two chains that are equal at one depth are equal up to there, and a binary search finds where
 they part. To add, remove or match a prompt therefore takes a few steps for each node on its path, however long it is.
 """
 
@@ -119,7 +119,7 @@ class _Run:
         own, end = self.chain, min(self.end, len(chain))
         if own[end - 1] == chain[end - 1]:
             return end
-        return bisect_left(range(end), True, lo=self.start + 1, key=lambda place: own[place] != chain[place])
+        return bisect_left(range(end), True, lo=self.start + 1, key=lambda depth: own[depth] != chain[depth])
 
     def split(self, end: int) -> Self:
         """Makes the blocks before `end` a run of their own, the parent of this one, and returns it."""

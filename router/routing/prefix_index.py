@@ -69,7 +69,8 @@ class PrefixIndex:
         self.events = 0  # applied so far, those of snapshots too
         self._groups: dict[str, _IndexedGroup] = {}
         self._live = 0  # the set of all groups
-        self._moved: tuple[IndexArray, IndexArray] | None = None  # slots and bit numbers of all groups, if some differ
+        # Slots and bit numbers of all groups, if they differ for some group; else None.
+        self._moved: tuple[IndexArray, IndexArray] | None = None
         self._locations = BlockLocations(self.problems)
         self.expected_blocks = ExpectedBlocks()
         self.state_locations = StateLocations(self.problems)
@@ -99,7 +100,7 @@ class PrefixIndex:
         self._groups[group] = _IndexedGroup(slot, bit, epoch, capacity, block_size, keeps_states)
         if keeps_states:
             self.state_locations.add_group(slot)
-        self._find_moved()
+        self._update_moved()
         return slot
 
     def remove_group(self, group: str) -> None:
@@ -116,7 +117,7 @@ class PrefixIndex:
         self.expected_blocks.remove_group(indexed.bit)
         self.state_locations.remove_group(indexed.slot)
         self._live &= ~indexed.bit
-        self._find_moved()
+        self._update_moved()
 
     def apply_events(self, group: str, message: KvEvents) -> EventOutcome:
         """Applies the next events of a group, as far as they are new."""
@@ -231,10 +232,10 @@ class PrefixIndex:
             taken |= 1 << indexed.slot
         return ~taken & (taken + 1)
 
-    def _find_moved(self) -> None:
-        places = [(indexed.slot, indexed.bit.bit_length() - 1) for indexed in self._groups.values()]
-        is_moved = any(slot != bit for slot, bit in places)
-        self._moved = tuple(np.array(places, np.intp).T) if is_moved else None
+    def _update_moved(self) -> None:
+        pairs = [(indexed.slot, indexed.bit.bit_length() - 1) for indexed in self._groups.values()]
+        is_moved = any(slot != bit for slot, bit in pairs)
+        self._moved = tuple(np.array(pairs, np.intp).T) if is_moved else None
 
     def _forget(self, indexed: _IndexedGroup) -> None:
         """Forgets the group's blocks. They keep its bit until they are dropped, little by little, and the group gets
@@ -244,7 +245,7 @@ class PrefixIndex:
             self.expected_blocks.move_group(indexed.bit, bit)
             self._live ^= indexed.bit | bit
             indexed.bit = bit
-            self._find_moved()
+            self._update_moved()
             self._locations.continue_removal(_REMOVALS_PER_MESSAGE)
         self.state_locations.forget_held(indexed.slot)
         indexed.next_sequence = None

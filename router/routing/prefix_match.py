@@ -133,8 +133,8 @@ def _intersect(runs: _Runs) -> _Runs:
 
 def _set_at(runs: Sequence[tuple[int, int]], depth: int) -> int:
     """The set of the block at `depth`; 0 after the last run."""
-    place = bisect_right(runs, depth, key=itemgetter(0))
-    return runs[place][1] if place < len(runs) else 0
+    index = bisect_right(runs, depth, key=itemgetter(0))
+    return runs[index][1] if index < len(runs) else 0
 
 
 def _count_blocks(runs: _Runs, slots: int) -> FloatArray:
@@ -143,7 +143,7 @@ def _count_blocks(runs: _Runs, slots: int) -> FloatArray:
     for end, groups in runs:
         counts.count_for(groups, start)
         start = end
-    return counts.end(start, slots)
+    return counts.to_array(start, slots)
 
 
 class _BlockCounts:
@@ -167,7 +167,7 @@ class _BlockCounts:
             self._add(self._groups, depth - self._since)
         self._groups, self._since = groups, depth
 
-    def end(self, depth: int, slots: int) -> FloatArray:
+    def to_array(self, depth: int, slots: int) -> FloatArray:
         """The number of each slot, without blocks from `depth` on."""
         self.count_for(0, depth)
         if not self._digits:
@@ -182,11 +182,11 @@ class _BlockCounts:
         lowest = 0
         while number:
             if number & 1:
-                carry, place = groups, lowest
+                carry, k = groups, lowest
                 while carry:
-                    if place >= len(digits):
-                        digits += [0] * (place + 1 - len(digits))
-                    digits[place], carry = digits[place] ^ carry, digits[place] & carry
-                    place += 1
+                    if k >= len(digits):
+                        digits += [0] * (k + 1 - len(digits))
+                    digits[k], carry = digits[k] ^ carry, digits[k] & carry
+                    k += 1
             number >>= 1
             lowest += 1

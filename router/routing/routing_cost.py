@@ -23,8 +23,8 @@ than every group with room. A request that is sent to a group without room could
 group becomes free.
 
 Ties are broken by session, or at random. If other routers send requests too, the choice is drawn from the groups whose
-costs these requests will make equal before the next reports (`_spread`), and the session does not count. The module is
-pure.
+costs these requests will make equal before the next reports (`_draw_group`), and the session does not count. The
+module is pure.
 
 The costs of all candidates are computed together: each figure is an array with one number per group, and the rows that
 explain a decision are made when they are asked for.
@@ -169,8 +169,8 @@ class GroupCosts(NamedTuple):
         """See GroupCost.first_token_seconds."""
         return self.queue_seconds + self.prefill_seconds + self.restore_seconds + self.decode_seconds
 
-    def take(self, indices: IndexArray) -> Self:
-        """The costs of some candidates, in this order."""
+    def select_rows(self, indices: IndexArray) -> Self:
+        """The costs of these candidates, in this order."""
         return type(self)._make(column[indices] for column in self)
 
     def row(self, index: int) -> GroupCost:
@@ -219,7 +219,7 @@ class Decision:
             return self
         cheapest = np.argpartition(totals, _MAX_KEPT - 1)[: _MAX_KEPT - 1]
         indices = np.append(self.index, cheapest[cheapest != self.index])
-        return replace(self, table=self.table.take(indices), index=0)
+        return replace(self, table=self.table.select_rows(indices), index=0)
 
     @property
     def why(self) -> str:
@@ -266,11 +266,11 @@ def choose_group(
     seconds = costs.prefill_seconds[first] + costs.restore_seconds[first]
     others_work = float(candidates.unseen_requests.sum() * seconds)
     if others_work:
-        index = _spread(totals, others_work, rng)
+        index = _draw_group(totals, others_work, rng)
     elif len(cheapest) == 1:
         index = first
     elif session:
-        index = _index_of_session(session, costs.groups, cheapest)
+        index = _choose_for_session(session, costs.groups, cheapest)
     else:
         index = rng.choice(cheapest)
     return Decision(costs, int(index), prompt_tokens)
@@ -331,12 +331,12 @@ def _apply_room_gate(costs: GroupCosts) -> FloatArray:
     return np.where(costs.has_room | (costs.cached_tokens > cached_with_room), costs.total_seconds, np.inf)
 
 
-def _spread(totals: FloatArray, work: float, rng: random.Random) -> int:
+def _draw_group(totals: FloatArray, work: float, rng: random.Random) -> int:
     """The index of a group drawn so that routers that decide at the same time do not all choose the cheapest.
 
-    `work`: seconds of work that other routers send meanwhile. Like water, the work fills the groups from the cheapest
-    up to one level, and each group is drawn in proportion to its depth below the level. So if all routers draw in this
-    way, their work makes the costs of the drawn groups equal.
+    `work`: seconds of work that other routers send meanwhile. Water-filling: the work raises the costs of the cheapest
+    groups to one level, and each group is drawn in proportion to its depth below the level. So if all routers draw in
+    this way, their work makes the costs of the drawn groups equal.
     """
     order = np.argsort(totals, kind="stable")
     costs = totals[order]
@@ -349,7 +349,7 @@ def _spread(totals: FloatArray, work: float, rng: random.Random) -> int:
     return int(rng.choices(order[drawn], depths[drawn].tolist())[0])
 
 
-def _index_of_session(session: str, groups: NameArray, indices: IndexArray) -> int:
+def _choose_for_session(session: str, groups: NameArray, indices: IndexArray) -> int:
     """The one of `indices` with the highest hash of session and group (rendezvous hashing)."""
     hashes = np.array([_hash_name(name) for name in groups[indices]], np.uint64) ^ np.uint64(_hash_name(session))
     for constant, shift in zip(_MIX, (30, 27), strict=True):  # the finalizer of SplitMix64

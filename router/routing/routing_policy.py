@@ -4,7 +4,7 @@
     least-loaded   the group with the fewest running and waiting sequences; ties at random
     round-robin    each group in turn, in the order of their names
 
-The last two do not ask what a group holds. They are baselines: what they lose on an operator's own load is what
+The last two ignore which blocks a group holds. They are baselines: what they lose on an operator's own load is what
 prefix-aware routing gains. They choose among the groups that can run the request and have room, or among all that can
 run it if none has room. prefix-aware may also choose a group without room that holds more of the prompt. Pure.
 """
@@ -28,7 +28,7 @@ def apply_policy(
     if policy == "least-loaded":
         index = _least_loaded(candidates, allowed, rng)
     else:
-        index = _next_in_turn(candidates, allowed, last_group, rng)
+        index = _round_robin(candidates, allowed, last_group, rng)
     return replace(decision, index=index, policy=policy)
 
 
@@ -37,7 +37,7 @@ def _least_loaded(candidates: Candidates, allowed: IndexArray, rng: random.Rando
     return int(rng.choice(allowed[streams == streams.min()]))
 
 
-def _next_in_turn(candidates: Candidates, allowed: IndexArray, last_group: str, rng: random.Random) -> int:
+def _round_robin(candidates: Candidates, allowed: IndexArray, last_group: str, rng: random.Random) -> int:
     if not last_group:  # at random, so that routers that start together begin with different groups
         return int(rng.choice(allowed))
     names = candidates.groups

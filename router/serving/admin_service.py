@@ -57,7 +57,9 @@ class AdminService:
     def counts(self) -> StatusResponse:
         """The status without latencies, whose percentiles take long to compute."""
         groups = [self._group_status(connection) for connection in self._groups.connections]
-        groups += [_endpoint_status(absent, absent.state, absent.reason) for absent in self._groups.absent]
+        groups += [
+            _endpoint_status(endpoint, endpoint.state, endpoint.reason) for endpoint in self._groups.without_address
+        ]
         groups.sort(key=lambda group: group.name)
         response = StatusResponse(
             router=self._config.name,
@@ -140,7 +142,7 @@ class AdminService:
 
     async def _drain_group(self, name: str, undo: bool, timeout: float | None) -> bool:
         draining, connection = self._groups.draining, self._groups.find_connection(name)
-        if connection is None and all(absent.name != name for absent in self._groups.absent):
+        if connection is None and all(endpoint.name != name for endpoint in self._groups.without_address):
             raise NotFound(f"there is no group {name!r}; `coatcheck status` lists them")
         (draining.discard if undo else draining.add)(name)
         self._groups.notify()
@@ -171,8 +173,8 @@ def _connection_status(connection: GroupConnection, is_draining: bool) -> GroupS
     endpoint = connection.endpoint
     if not connection.is_attached:
         # This router may know that the group is lost before the supervisor does.
-        state = "lost" if endpoint.state == "serving" and connection.detached_because else "starting"
-        return _endpoint_status(endpoint, state, connection.detached_because or endpoint.reason)
+        state = "lost" if endpoint.state == "serving" and connection.detach_reason else "starting"
+        return _endpoint_status(endpoint, state, connection.detach_reason or endpoint.reason)
     state = endpoint.state
     if is_draining:
         state = "draining" if len(connection.submissions) else "drained"

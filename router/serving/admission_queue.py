@@ -45,8 +45,8 @@ class Attempt:
     """A request as it is sent to its next group. `moves`: how many groups the request has lost; `attempt` on the
     wire. `delivered`: the output tokens that the client has, by choice.
 
-    `kind`: the kind of group that has computed these tokens (see group_kind); only groups of this kind can continue the
-    request. b"" if any group may run it. `suspicion`: see PoisonSuspicion.level.
+    `group_kind`: that of the group that has computed these tokens (see group_kind); only groups of this kind can
+    continue the request. b"" if any group may run it. `suspicion`: see PoisonSuspicion.level.
     `returns`: how often groups have returned the request (see Submit.max_queued_tokens).
     """
 
@@ -54,7 +54,7 @@ class Attempt:
     lifecycle: RequestLifecycle
     moves: int = 0
     delivered: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    kind: bytes = b""
+    group_kind: bytes = b""
     suspicion: int = 0
     returns: int = 0
 

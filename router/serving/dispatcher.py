@@ -182,7 +182,7 @@ class Dispatcher:
 
     async def _send_suspect(self, attempt: Attempt, exclude_groups: AbstractSet[str]) -> Submission | None:
         """Sends a suspect once it may run on some group; returns None if no serving group can continue the request."""
-        async with self._suspect_turns[attempt.suspicion, attempt.kind]:
+        async with self._suspect_turns[attempt.suspicion, attempt.group_kind]:
             while True:
                 change = self._groups.next_change
                 eligible = self._require_eligible_groups(attempt)
@@ -225,7 +225,7 @@ class Dispatcher:
             attempt.moves,
             attempt.delivered,
             lifecycle.trace_context,
-            may_return=not (attempt.moves or attempt.kind) and attempt.returns < _MAX_RETURNS,
+            may_return=not (attempt.moves or attempt.group_kind) and attempt.returns < _MAX_RETURNS,
         )
         submission.suspicion = attempt.suspicion
         return submission
@@ -233,12 +233,12 @@ class Dispatcher:
     def _require_eligible_groups(self, attempt: Attempt) -> EligibleGroups:
         """The groups that can run the request now. If groups serve and none can hold the request: none for a request
         that has lost its group, since that group may come back; else raises ContextLengthExceeded."""
-        if attempt.moves or attempt.kind:
+        if attempt.moves or attempt.group_kind:
             return self._scheduling_class(attempt)
         return self.serving.require_eligible(attempt.request)
 
     def _scheduling_class(self, attempt: Attempt) -> EligibleGroups:
-        return self.serving.eligible(attempt.request.max_len, attempt.kind)
+        return self.serving.eligible(attempt.request.max_len, attempt.group_kind)
 
     def _prompt_seconds(self, attempt: Attempt) -> float:
         """Seconds that the prompt takes on the group that computes it in the least time; 0 while no group serves."""
@@ -271,7 +271,7 @@ class Dispatcher:
 
 
 def _no_group_error(attempt: Attempt) -> Unavailable:
-    return Unavailable(_NO_OTHER_GROUP if attempt.moves or attempt.kind else _NO_GROUP)
+    return Unavailable(_NO_OTHER_GROUP if attempt.moves or attempt.group_kind else _NO_GROUP)
 
 
 def _preferred(groups: EligibleGroups, exclude: AbstractSet[str]) -> EligibleGroups:

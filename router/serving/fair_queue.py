@@ -10,8 +10,8 @@ without regard to priority, so that no priority starves. When the queue is full,
 request of the tenant with the most requests per weight.
 
 Requests of one `scheduling_class` can go to the same groups. Callers name the `blocked` classes, for which no group has
-room. Requests of these classes are skipped, but keep their place, and their tenants keep their virtual time. The module
-is pure: requests and classes are opaque, and callers pass all times.
+room. Requests of these classes are skipped, but stay in the queue, and their tenants keep their virtual time. The
+module is pure: requests and classes are opaque, and callers pass all times.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -63,7 +63,7 @@ class TokenCharge:
 
     def settle_tokens(self, tokens: float) -> None:
         """Charges `tokens`, the true count, in place of the estimate."""
-        self._share.time += (tokens - self.tokens) / self._share.weight
+        self._share.virtual_time += (tokens - self.tokens) / self._share.weight
         self.tokens = tokens
 
 
@@ -75,7 +75,7 @@ class FairQueue(Generic[Entry]):
         self._shares: dict[str, _Share[Entry]] = {}
         self._classes: Counter[Hashable] = Counter()  # class -> waiting requests
         self._ids = count(1)
-        self._now = 0.0  # virtual time of the tenants that wait; it only grows
+        self._virtual_now = 0.0  # where a tenant starts that returns from a pause; it only grows
         self._taken = 0
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class FairQueue(Generic[Entry]):
             self.remove(displaced)
         share = self._share(entry.tenant)
         if not share.queues:
-            share.time = max(share.time, self._now)
+            share.virtual_time = max(share.virtual_time, self._virtual_now)
         entry.id = next(self._ids)
         share.queues.setdefault(entry.priority, _TenantQueue()).add(entry)
         self._classes[entry.scheduling_class] += 1
@@ -145,11 +145,11 @@ class FairQueue(Generic[Entry]):
             if (priority := share.first_priority(blocked)) is not None
         ]
         if (self._taken + 1) % _ANY_PRIORITY_EVERY == 0:
-            share = min((share for _, share in ranked), key=lambda share: share.time)
+            share = min((share for _, share in ranked), key=lambda share: share.virtual_time)
             firsts = [first for queue in share.queues.values() if (first := queue.first(blocked)) is not None]
             return min(firsts)[2]
         urgent = min(priority for priority, _ in ranked)
-        share = min((share for priority, share in ranked if priority == urgent), key=lambda share: share.time)
+        share = min((share for priority, share in ranked if priority == urgent), key=lambda share: share.virtual_time)
         first = share.queues[urgent].first(blocked)
         assert first is not None, "first_priority counts only classes that are not blocked"
         return first[2]
@@ -169,7 +169,7 @@ class FairQueue(Generic[Entry]):
         # Tenants whose requests are all blocked are left out: their virtual time stands still, and a tenant that
         # returns from a pause would start there, ahead of all that were served since.
         open_shares = (share for share in self._shares.values() if share.first_priority(blocked) is not None)
-        self._now = max(self._now, min(share.time for share in open_shares))
+        self._virtual_now = max(self._virtual_now, min(share.virtual_time for share in open_shares))
         self.remove(entry)
         self._taken += 1
         return entry, self._charge(self._shares[entry.tenant.name], entry.tokens)
@@ -177,8 +177,8 @@ class FairQueue(Generic[Entry]):
     def charge_unqueued(self, tenant: Tenant, tokens: float) -> TokenCharge:
         """Charges the tenant for a request that was sent without waiting, while the queue was empty."""
         share = self._share(tenant)
-        share.time = max(share.time, self._now)
-        self._now = share.time
+        share.virtual_time = max(share.virtual_time, self._virtual_now)
+        self._virtual_now = share.virtual_time
         self._taken += 1
         return self._charge(share, tokens)
 
@@ -205,10 +205,10 @@ class FairQueue(Generic[Entry]):
             assert waiting.by_age, "an empty queue"
             assert list(waiting.by_age) == sorted(waiting.by_age), "order of age"
             ordered = sorted((entry.due, id, entry) for id, entry in waiting.by_age.items())
-            assert ordered == sorted(place for places in waiting.by_class.values() for place in places)
-            for own_class, places in waiting.by_class.items():
-                assert places == sorted(places), "order of due times"
-                assert {entry.scheduling_class for _, _, entry in places} == {own_class}
+            assert ordered == sorted(keyed for by_due in waiting.by_class.values() for keyed in by_due)
+            for own_class, by_due in waiting.by_class.items():
+                assert by_due == sorted(by_due), "order of due times"
+                assert {entry.scheduling_class for _, _, entry in by_due} == {own_class}
 
     def _victim(self, tenant: Tenant, priority: int) -> Entry | None:
         """The request that a new one of `tenant` displaces: of the tenant with the most requests per weight, the newest
@@ -235,17 +235,17 @@ class FairQueue(Generic[Entry]):
         return share
 
     def _charge(self, share: "_Share[Entry]", tokens: float) -> TokenCharge:
-        share.time += tokens / share.weight
+        share.virtual_time += tokens / share.weight
         return TokenCharge(share, tokens)
 
 
 class _Share(Generic[Entry]):
     """One tenant's virtual time, and its waiting requests by priority."""
 
-    __slots__ = ("queues", "time", "weight")
+    __slots__ = ("queues", "virtual_time", "weight")
 
     def __init__(self) -> None:
-        self.time = 0.0
+        self.virtual_time = 0.0
         self.weight = 1.0
         self.queues: dict[int, _TenantQueue[Entry]] = {}  # none is empty
 
@@ -285,5 +285,5 @@ class _TenantQueue(Generic[Entry]):
 
     def first(self, blocked: AbstractSet[Hashable]) -> tuple[float, int, Entry] | None:
         """(due, id, entry) of the request that is due first among classes that are not blocked, if there is one."""
-        firsts = [places[0] for own_class, places in self.by_class.items() if own_class not in blocked]
+        firsts = [by_due[0] for own_class, by_due in self.by_class.items() if own_class not in blocked]
         return min(firsts, default=None)

@@ -1,8 +1,8 @@
 """Relay: one request from its first group to its last token.
 
-It sends the request, and turns its group's outputs into events for the client. When the group is lost, it sends the
-request again, with the tokens that were delivered, to a compatible group. If the client has no output yet, any group
-may run the request. The client sees one stream without a break.
+The relay sends the request, and turns its group's outputs into events for the client. When the group is lost, the
+relay sends the request again, with the tokens that were delivered, to a group of the same kind (see group_kind). If the
+client has no output yet, any group may run the request. The client sees one stream without a break.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class Relay:
         self._returns = 0  # how often groups have returned the request
         self._lost_groups: set[str] = set()  # tried again only if there is no other
         self._suspicion = PoisonSuspicion()
-        self._has_answered = False  # whether the present group has sent anything that the client sees
+        self._has_answered = False  # whether the present group has sent output that the client gets
         self._ticket_kind = b""  # the kind in the ticket that the client has
         dispatcher.retries.open_request()
 
@@ -84,7 +84,7 @@ class Relay:
             submission = await self._send(self._config.move_wait_seconds, self._resumed_kind)
         else:
             submission = await self._admit(self._resumed_kind, wait_seconds=self._config.admission_wait_seconds)
-        self._ticket_kind = submission.kind
+        self._ticket_kind = submission.group_kind
         yield pb.GenerateEvent(
             started=pb.Started(
                 request_id=request.request_id,
@@ -92,7 +92,7 @@ class Relay:
                 seed=request.sampling.seed,
                 group=submission.group,
                 prompt_tokens=len(request.prompt_token_ids),
-                resume_ticket=self._make_ticket(submission.kind),
+                resume_ticket=self._make_ticket(submission.group_kind),
             )
         )
         for delta in response.start_choices(frozenset(submission.model.eos_token_ids), self._make_detokenizer):
@@ -138,12 +138,12 @@ class Relay:
             self._submission = None
         self._dispatcher.retries.close_request()
 
-    async def _admit(self, kind: bytes, wait_seconds: float = 0.0) -> Submission:
+    async def _admit(self, group_kind: bytes, wait_seconds: float = 0.0) -> Submission:
         """Sends the request in the order of the admission queue. A full queue refuses only a request that was not
         admitted before: it has no output yet, has not moved and was not returned by a group."""
         self._submission = None
         grant = await self._dispatcher.admit(
-            self._attempt(kind),
+            self._attempt(group_kind),
             wait_seconds=wait_seconds,
             bounded=not (self._is_admitted or self._response.completion_tokens or self._moves or self._returns),
         )
@@ -153,24 +153,24 @@ class Relay:
             grant.charge.settle_tokens(0)  # the tenant was charged when the request was first granted
         return self._begin_submission(grant.submission)
 
-    async def _send(self, wait_seconds: float, kind: bytes) -> Submission:
+    async def _send(self, wait_seconds: float, group_kind: bytes) -> Submission:
         submission = await self._dispatcher.send(
-            self._attempt(kind), wait_seconds=wait_seconds, exclude_groups=self._lost_groups
+            self._attempt(group_kind), wait_seconds=wait_seconds, exclude_groups=self._lost_groups
         )
         return self._begin_submission(submission)
 
     def _kind_to_continue(self, previous: Submission) -> bytes:
         """The kind that the next group must have. It is that of `previous` once the client has output, because a group
         of another kind would continue with other tokens. b"" before that: any group may run the request."""
-        return previous.kind if self._response.has_output else self._resumed_kind
+        return previous.group_kind if self._response.has_output else self._resumed_kind
 
-    def _attempt(self, kind: bytes) -> Attempt:
+    def _attempt(self, group_kind: bytes) -> Attempt:
         return Attempt(
             self._request,
             self._lifecycle,
             self._moves,
             self._response.delivered,
-            kind,
+            group_kind,
             self._suspicion.level,
             self._returns,
         )
@@ -206,8 +206,8 @@ class Relay:
                 self._lifecycle.record_first_output(output.first_output)
                 self._response.record_first_output(output.first_output)
         events = self._response.add_outputs(outputs, submission.abort_choice)
-        if submission.kind != self._ticket_kind:
-            self._replace_ticket(events, submission.kind)
+        if submission.group_kind != self._ticket_kind:
+            self._replace_ticket(events, submission.group_kind)
         if events:
             self._has_answered = True
             if self._suspicion:
@@ -215,12 +215,12 @@ class Relay:
                 submission.set_suspicion(self._suspicion.level)
         return events
 
-    def _replace_ticket(self, events: Sequence[pb.GenerateEvent], kind: bytes) -> None:
+    def _replace_ticket(self, events: Sequence[pb.GenerateEvent], group_kind: bytes) -> None:
         """Gives the client the ticket for groups of this kind, with the first of its deltas."""
         delta = next((event.delta for event in events if event.HasField("delta")), None)
         if delta is not None:
-            delta.resume_ticket = self._make_ticket(kind)
-            self._ticket_kind = kind
+            delta.resume_ticket = self._make_ticket(group_kind)
+            self._ticket_kind = group_kind
 
     def _final(self, submission: Submission) -> pb.Final:
         return pb.Final(

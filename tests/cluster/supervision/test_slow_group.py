@@ -83,7 +83,7 @@ async def test_a_group_that_is_slow_and_not_silent_is_put_out(
     async with asyncio.timeout(MAX_WAIT_SECONDS):
         while not slow.ejections:
             await router.groups.next_change.wait()
-    reason = slow.detached_because
+    reason = slow.detach_reason
     assert [link.name for link in router.groups.serving()] == [name for name in groups if name != slow.name]
     await asyncio.sleep(2)
     enough.set()

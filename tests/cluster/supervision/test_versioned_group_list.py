@@ -106,7 +106,7 @@ class Router:
     @property
     def groups(self) -> dict[str, GroupEndpoint]:
         registry = self.registry
-        endpoints = [*(link.endpoint for link in registry.connections), *registry.absent]
+        endpoints = [*(link.endpoint for link in registry.connections), *registry.without_address]
         assert len({endpoint.name for endpoint in endpoints}) == len(endpoints), "a group is listed once"
         return {endpoint.name: endpoint for endpoint in endpoints}
 

@@ -23,7 +23,7 @@ class OfflineConnection(GroupConnection):
     def __init__(self) -> None:  # without a stream and its task
         self.endpoint = GroupEndpoint("g", "")
         self.registration = Registration(group="g", model=MODEL)
-        self.kind = b""
+        self.group_kind = b""
         self.load = GroupLoad(self.registration)
         self.index = PrefixIndex()
         self.index.add_group("g", "1")

@@ -26,7 +26,7 @@ class ARegisteredGroup:
     def __init__(self, name: str, num_blocks: int, model: GetModelResponse, slot: int) -> None:
         self.name = name
         self.model = model
-        self.kind = group_kind(model)
+        self.group_kind = group_kind(model)
         self.registration = Registration(model=model, num_blocks=num_blocks)
         self.load = GroupLoad(self.registration, slot=slot)
 

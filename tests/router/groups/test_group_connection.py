@@ -141,7 +141,7 @@ async def test_a_stream_that_cannot_be_read_is_not_tried_again_at_once(caplog: p
             await changed.wait()
             changed.clear()
     await asyncio.sleep(0)
-    assert not connection.is_attached and connection.detached_because == "its stream could not be read: a defect"
+    assert not connection.is_attached and connection.detach_reason == "its stream could not be read: a defect"
     assert "group g0 is ejected: its stream could not be read: a defect" in caplog.text
     await connection.close("taken away")
     await group.kill()
@@ -158,7 +158,7 @@ async def test_a_connection_that_is_closed_when_it_finds_silence_ends() -> None:
     await asyncio.wait([watch])
     async with asyncio.timeout(MAX_WAIT_SECONDS):
         await connection.close("taken away")
-    assert not connection.is_attached and connection.detached_because == "taken away"
+    assert not connection.is_attached and connection.detach_reason == "taken away"
     await group.kill()
 
 

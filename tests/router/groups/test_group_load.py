@@ -20,17 +20,17 @@ def test_a_submission_counts_until_a_report_contains_it() -> None:
     """A prompt adds to the queue at once, and leaves it with the first report that contains it, however late a report
     without it comes."""
     load = GroupLoad(REGISTRATION)
-    load.report(Load(queued_prefill_tokens=100, status=GroupStatus(waiting=2)), now=1.0)
+    load.apply_report(Load(queued_prefill_tokens=100, status=GroupStatus(waiting=2)), now=1.0)
     load.add_submission(50)
     load.add_submission(7)
     seen = load.candidate("a")
     assert (seen.queued_prefill_tokens, seen.streams) == (157, 4)
-    load.report(Load(queued_prefill_tokens=90, status=GroupStatus(waiting=2)), now=60.0)
+    load.apply_report(Load(queued_prefill_tokens=90, status=GroupStatus(waiting=2)), now=60.0)
     assert load.candidate("a").queued_prefill_tokens == 147  # it was on its way for a minute
-    load.report(Load(queued_prefill_tokens=130, status=GroupStatus(waiting=3), submissions=1), now=60.0)
+    load.apply_report(Load(queued_prefill_tokens=130, status=GroupStatus(waiting=3), submissions=1), now=60.0)
     seen = load.candidate("a")
     assert (seen.queued_prefill_tokens, seen.streams) == (137, 4)
-    load.report(Load(queued_prefill_tokens=137, status=GroupStatus(waiting=4), submissions=2), now=60.0)
+    load.apply_report(Load(queued_prefill_tokens=137, status=GroupStatus(waiting=4), submissions=2), now=60.0)
     seen = load.candidate("a")
     assert (seen.queued_prefill_tokens, seen.streams) == (137, 4)
     load.check()
@@ -42,7 +42,7 @@ def test_requests_of_other_routers_are_those_that_this_one_did_not_send() -> Non
     for others, expected in ((20, 1.0), (0, 0.0)):
         load = GroupLoad(REGISTRATION)
         for second in range(100):
-            load.report(Load(submissions=10 * second, all_submissions=(10 + others) * second), now=float(second))
+            load.apply_report(Load(submissions=10 * second, all_submissions=(10 + others) * second), now=float(second))
         assert load.candidate("a").unseen_requests == pytest.approx(expected, abs=0.01)
     assert load.candidate("a").unseen_requests == 0
 
@@ -51,7 +51,7 @@ def test_free_blocks_are_those_registered_until_the_first_report() -> None:
     """Free and evictable blocks are counted in tokens."""
     load = GroupLoad(REGISTRATION)
     assert load.candidate("a").free_tokens == 1600
-    load.report(
+    load.apply_report(
         Load(status=GroupStatus(blocks_total=100, blocks_used=30, blocks_cached=60, restore_tokens_per_second=9)),
         now=1.0,
     )
@@ -67,13 +67,13 @@ def test_free_blocks_are_those_registered_until_the_first_report() -> None:
 def test_the_busy_share_follows_the_reported_prefill_seconds() -> None:
     """The busy share rises while a group computes prompts, and falls when it stops."""
     load = GroupLoad(REGISTRATION)
-    load.report(Load(prefill_seconds=1000.0), now=0.0)
+    load.apply_report(Load(prefill_seconds=1000.0), now=0.0)
     assert load.candidate("a").busy_share == 0.0  # what was before is not known to be lately
     for second in range(1, 301):
-        load.report(Load(prefill_seconds=1000.0 + 0.8 * second), now=float(second))
+        load.apply_report(Load(prefill_seconds=1000.0 + 0.8 * second), now=float(second))
     assert load.candidate("a").busy_share == pytest.approx(0.8, abs=0.01)
     for second in range(301, 601):
-        load.report(Load(prefill_seconds=1240.0), now=float(second))
+        load.apply_report(Load(prefill_seconds=1240.0), now=float(second))
     assert load.candidate("a").busy_share < 0.01
 
 
@@ -81,7 +81,7 @@ def test_room_follows_slots_taken_and_freed_between_reports() -> None:
     """A slot that is taken or becomes free between reports counts at once. A refusal makes the group full until its
     next report."""
     load = GroupLoad(Registration(max_num_seqs=4))  # and four may be ready
-    load.report(Load(status=GroupStatus(running=4)), now=0.0)
+    load.apply_report(Load(status=GroupStatus(running=4)), now=0.0)
     sent = [load.add_submission(1) for _ in range(4)]
     assert not load.has_room
     for number in sent:
@@ -91,11 +91,11 @@ def test_room_follows_slots_taken_and_freed_between_reports() -> None:
     assert load.has_room
     load.add_submission(1)
     assert not load.has_room
-    load.report(Load(status=GroupStatus()), now=1.0)
+    load.apply_report(Load(status=GroupStatus()), now=1.0)
     assert load.has_room
     load.record_refusal()
     assert load.is_full and not load.has_room
-    load.report(Load(status=GroupStatus()), now=2.0)
+    load.apply_report(Load(status=GroupStatus()), now=2.0)
     assert load.has_room
 
 
@@ -122,13 +122,13 @@ def test_a_group_returns_only_what_other_routers_have_overtaken() -> None:
     """The limit is the predicted queue plus 0.02 s of work, and there is none while this router alone sends."""
     load = GroupLoad(REGISTRATION)
     rate = GroupStatus(prefill_tokens_per_second=5000.0)
-    load.report(Load(status=rate, submissions=3, all_submissions=3), now=0.0)
-    load.report(Load(status=rate, submissions=4, all_submissions=4), now=1.0)
+    load.apply_report(Load(status=rate, submissions=3, all_submissions=3), now=0.0)
+    load.apply_report(Load(status=rate, submissions=4, all_submissions=4), now=1.0)
     assert load.max_queued_tokens(700.0) is None
-    load.report(Load(status=rate, submissions=4, all_submissions=9), now=2.0)
+    load.apply_report(Load(status=rate, submissions=4, all_submissions=9), now=2.0)
     assert load.max_queued_tokens(700.0) == 800
     for second in range(3, 123):  # the other router has left
-        load.report(Load(status=rate, submissions=4, all_submissions=9), now=float(second))
+        load.apply_report(Load(status=rate, submissions=4, all_submissions=9), now=float(second))
     assert load.max_queued_tokens(700.0) is None
 
 
@@ -136,14 +136,14 @@ def test_a_return_replaces_the_reported_queue() -> None:
     """The queue that comes with a return contains this router's earlier submissions, which are counted once, and not
     its later ones."""
     load = GroupLoad(REGISTRATION)
-    load.report(Load(queued_prefill_tokens=100), now=0.0)
+    load.apply_report(Load(queued_prefill_tokens=100), now=0.0)
     load.add_submission(30)
     returned = load.add_submission(50)
     load.add_submission(7)
     load.record_return(returned, 4030)
     load.end_choices(returned)
     assert load.candidate("a").queued_prefill_tokens == 4000 + 30 + 7
-    load.report(Load(queued_prefill_tokens=200, submissions=3), now=0.1)
+    load.apply_report(Load(queued_prefill_tokens=200, submissions=3), now=0.1)
     assert load.candidate("a").queued_prefill_tokens == 200
     load.check()
 
@@ -219,7 +219,7 @@ class OneStream(RuleBasedStateMachine):
     def router_hears(self) -> None:
         message = self.up.popleft()
         if isinstance(message, Load):
-            self.load.report(message, now=0.0)
+            self.load.apply_report(message, now=0.0)
         elif message[0] == "begins":
             self.unread.append(message[1])
         elif message[1] in self.sent:

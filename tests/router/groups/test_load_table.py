@@ -23,8 +23,8 @@ def test_candidates_have_the_loads_of_their_slots() -> None:
     table = LoadTable()
     loads = {slot: GroupLoad(REGISTRATION, table, slot) for slot in (7, 0, 3)}
     for slot, load in loads.items():
-        load.report(Load(queued_prefill_tokens=slot, prefill_seconds=1.0), now=1.0)
-        load.report(Load(queued_prefill_tokens=slot, prefill_seconds=1.5, all_submissions=slot), now=2.0)
+        load.apply_report(Load(queued_prefill_tokens=slot, prefill_seconds=1.0), now=1.0)
+        load.apply_report(Load(queued_prefill_tokens=slot, prefill_seconds=1.5, all_submissions=slot), now=2.0)
         load.add_submission(100)
         load.check()
     expected = [
@@ -59,9 +59,9 @@ def test_only_a_group_that_had_no_room_gains_room() -> None:
     assert table.gained_room, "a new group"
     for report, gains in ((Load(), False), (FULL, False), (FULL, False), (Load(), True), (Load(), False)):
         table.gained_room = False
-        load.report(report, now=0.0)
+        load.apply_report(report, now=0.0)
         assert table.gained_room == gains
     load.record_refusal()
     assert table.is_full[0] and not table.has_room[0] and not table.gained_room
-    load.report(Load(), now=0.0)
+    load.apply_report(Load(), now=0.0)
     assert table.gained_room and not table.is_full[0]

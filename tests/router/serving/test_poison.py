@@ -180,7 +180,7 @@ async def test_suspects_of_different_kinds_of_groups_do_not_delay_each_other(sta
 
     def place(like: GetModelResponse) -> "asyncio.Task[Submission]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
-        attempt = Attempt(request, LIFECYCLE, 1, kind=group_kind(like), suspicion=2)
+        attempt = Attempt(request, LIFECYCLE, 1, group_kind=group_kind(like), suspicion=2)
         return asyncio.create_task(dispatcher.send(attempt, wait_seconds=60.0))
 
     there = await place(one.model)
@@ -199,7 +199,7 @@ async def test_a_suspect_that_fits_no_group_delays_no_other(start_router: StartR
 
     def place(max_tokens: int, wait_seconds: float) -> "asyncio.Task[Submission]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=max_tokens, seed=7))
-        attempt = Attempt(request, LIFECYCLE, 1, {0: [9]}, kind=group_kind(small.model), suspicion=2)
+        attempt = Attempt(request, LIFECYCLE, 1, {0: [9]}, group_kind=group_kind(small.model), suspicion=2)
         return asyncio.create_task(dispatcher.send(attempt, wait_seconds=wait_seconds))
 
     there = await place(20, 10.0)
