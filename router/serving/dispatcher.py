@@ -1,8 +1,8 @@
 """Dispatcher: sends requests to groups, each to the group with the least cost that can hold it.
 
 New requests wait in the admission queue until a group has room. A request that has lost its group is sent again at
-once, past the queue, to any group that can continue it. If it may have crashed that group itself, it is a suspect, and
-waits until it may run on a group beside the other suspects there (see poison_suspicion.py).
+once, past the queue, to a group that can continue it. A request that may have crashed its group is a suspect, and waits
+until it may run on a group beside the other suspects there (see poison_suspicion.py).
 """
 
 import asyncio
@@ -209,26 +209,32 @@ class Dispatcher:
 
     def _send(self, attempt: Attempt, eligible: EligibleGroups, preferred: EligibleGroups) -> Submission:
         """Sends to one of `preferred`, which are some of `eligible`, the request's class in the queue."""
-        request, lifecycle = attempt.request, attempt.lifecycle
-        lifecycle.record_routing()
+        attempt.lifecycle.record_routing()
+        decision = self._route(attempt, preferred, eligible)
+        self._last_group = decision.group
+        attempt.lifecycle.record_sent(decision, attempt.moves)
+        submission = preferred.groups[decision.index].submit(
+            attempt.request,
+            decision.keep_cheapest(),
+            attempt.moves,
+            attempt.delivered,
+            attempt.lifecycle.trace_context,
+            may_return=not (attempt.moves or attempt.group_kind) and attempt.returns < _MAX_RETURNS,
+        )
+        submission.suspicion = attempt.suspicion
+        return submission
+
+    def _route(self, attempt: Attempt, preferred: EligibleGroups, eligible: EligibleGroups) -> Decision:
+        """The group of `preferred` to which the request is sent. Raises DeadlineExceeded for a request without output
+        that no group can answer in time."""
+        request = attempt.request
         decision = self._decide(request, preferred, eligible)
         if not attempt.moves and not attempt.delivered:
             require_deadline(request, decision, asyncio.get_running_loop().time())
         if request.deadline is None and self._policy == PREFIX_AWARE:  # to compute a copy takes the request longer
             model = preferred.groups[decision.index].model
             decision = self._replication.consider_copy(decision, request.block_hashes(model), model.block_size)
-        self._last_group = decision.group
-        lifecycle.record_sent(decision, attempt.moves)
-        submission = preferred.groups[decision.index].submit(
-            request,
-            decision.keep_cheapest(),
-            attempt.moves,
-            attempt.delivered,
-            lifecycle.trace_context,
-            may_return=not (attempt.moves or attempt.group_kind) and attempt.returns < _MAX_RETURNS,
-        )
-        submission.suspicion = attempt.suspicion
-        return submission
+        return decision
 
     def _require_eligible_groups(self, attempt: Attempt) -> EligibleGroups:
         """The groups that can run the request now. If groups serve and none can hold the request: none for a request
@@ -249,6 +255,7 @@ class Dispatcher:
         return float((costs.prefill_seconds + costs.restore_seconds).min())
 
     def _decide(self, request: Request, groups: EligibleGroups, scheduling_class: EligibleGroups) -> Decision:
+        """The choice of the policy among `groups`. Requests of `scheduling_class` that wait raise the cost."""
         tokens = np.zeros((3, len(groups)))  # on device, on host, expected
         if request.sampling.prompt_logprobs is None:  # else the whole prompt is computed, whatever is cached
             for model, indices in groups.models:

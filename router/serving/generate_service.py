@@ -1,7 +1,7 @@
-"""GenerateService: the methods of the public service over protobuf messages; gRPC and HTTP both call them.
+"""GenerateService: the methods of the public service over protobuf messages. gRPC and HTTP both call them.
 
 A request is tokenised off the event loop (a long prompt in a side process), validated, given a seed, sent to a group
-and relayed. Callers turn the errors into statuses, and close the iterator when their client disconnects.
+and relayed. Callers turn errors into statuses, and close the iterator when their client disconnects.
 """
 
 import asyncio
@@ -46,7 +46,8 @@ from coatcheck.router.routing.routing_cost import Decision
 from coatcheck.router.serving.dispatcher import Dispatcher
 from coatcheck.router.serving.explanation import explanation_of
 from coatcheck.router.serving.logprob_limits import WideAnswers
-from coatcheck.router.serving.output_splitter import OutputSplitter, join_calls
+from coatcheck.router.serving.merged_response import MergedResponse
+from coatcheck.router.serving.output_splitter import OutputSplitter
 from coatcheck.router.serving.relay import Relay
 from coatcheck.router.serving.request_validation import (
     check_and_digest,
@@ -119,7 +120,7 @@ class GenerateService:
         self._tracing = tracing
         self._limits = TenantLimits()
         self._tickets = ResumeTickets(config.resume_key)
-        self._wide = WideAnswers()
+        self._wide_answers = WideAnswers()
         self._grammars = GrammarValidator()
         self._rng = random.SystemRandom()
         self.created = int(time.time())
@@ -166,31 +167,16 @@ class GenerateService:
         failure: BaseException | None = None
         try:
             with self._traffic.count_request(tenant):
-                admitted = self._tickets.redeem(message, tenant)
-                is_admitted = bool(admitted) and admitted == await self._off_loop(check_and_digest, message)
-                if not is_admitted:  # a new request, which may be refused before its prompt is tokenised
-                    self._limits.charge_request(tenant)
-                    self._dispatcher.require_room(tenant, tenant.effective_priority(message.priority), options.deadline)
+                is_admitted = await self._check_admission(message, options)
                 request = await self._validate(message, tenant, options.deadline)
                 prompt_tokens = len(request.prompt_token_ids)
                 lifecycle.record_admitted(request.request_id, prompt_tokens, is_resumed=bool(request.resume))
                 self._limits.charge_tokens(tenant, prompt_tokens)
                 options.on_admitted()
                 make_detokenizer, splitter = self._make_text_stages(message, request)
-                issued = self._tickets.issue(request.digest, tenant, request.request_id, request.sampling.seed)
-                ticket = message.resume_ticket if is_admitted else issued
-                relay = Relay(
-                    request,
-                    lifecycle,
-                    self._dispatcher,
-                    self._config,
-                    make_detokenizer,
-                    is_admitted=is_admitted,
-                    resumed_kind=self._tickets.read_kind(message.resume_ticket) if message.resume else b"",
-                    make_ticket=lambda kind: self._tickets.add_kind(ticket, kind),
-                )
+                relay = self._make_relay(message, request, lifecycle, make_detokenizer, is_admitted=is_admitted)
                 try:
-                    with self._wide.reserve(request, self._vocab_size()):
+                    with self._wide_answers.reserve(request, self._vocab_size()):
                         async for event in relay.events():
                             if event.HasField("delta"):
                                 lifecycle.record_delta(event.delta.choice)
@@ -210,38 +196,11 @@ class GenerateService:
 
     async def generate(self, message: GenerateRequest, options: CallOptions = _NO_OPTIONS) -> GenerateResponse:
         """Runs `generate_stream` and merges its events into one response."""
-        response = GenerateResponse()
-        texts: dict[int, list[str]] = {}
-        reasoning: dict[int, list[str]] = {}
+        response = MergedResponse()
         async with aclosing(self.generate_stream(message, options)) as events:
             async for event in events:
-                match event.WhichOneof("event"):
-                    case "started":
-                        response.started.CopyFrom(event.started)
-                    case "prompt_logprobs":
-                        response.prompt_logprobs.MergeFrom(event.prompt_logprobs)  # an event has a part of them
-                    case "delta":
-                        delta = event.delta
-                        while len(response.choices) <= delta.choice:
-                            response.choices.add(choice=len(response.choices))
-                        texts.setdefault(delta.choice, []).append(delta.text)
-                        if delta.reasoning:
-                            reasoning.setdefault(delta.choice, []).append(delta.reasoning)
-                        delta.ClearField("text")  # MergeFrom would replace the text, not append to it
-                        # Merged now, because copying millions of log-probabilities at the end takes 0.2 s.
-                        response.choices[delta.choice].MergeFrom(delta)
-                    case "final":
-                        response.final.CopyFrom(event.final)
-        for index, pieces in texts.items():
-            response.choices[index].text = "".join(pieces)
-        for index, pieces in reasoning.items():
-            response.choices[index].reasoning = "".join(pieces)
-        for choice in response.choices:
-            if choice.tool_calls:
-                calls = join_calls(choice.tool_calls)
-                del choice.tool_calls[:]
-                choice.tool_calls.extend(calls)
-        return response
+                response.add_event(event)
+        return response.finish()
 
     async def check_grammar(self, grammar: Grammar) -> None:
         """Raises GrammarRefused if the grammar does not compile."""
@@ -290,6 +249,39 @@ class GenerateService:
         """Ends the threads and the grammar validator."""
         self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _check_admission(self, message: GenerateRequest, options: CallOptions) -> bool:
+        """Whether the message has the ticket of a request that a router has admitted before. Charges any other request
+        to its tenant, and refuses it before its prompt is tokenised if the queue has no room."""
+        tenant = options.tenant
+        admitted = self._tickets.redeem(message, tenant)
+        if admitted and admitted == await self._off_loop(check_and_digest, message):
+            return True
+        self._limits.charge_request(tenant)
+        self._dispatcher.require_room(tenant, tenant.effective_priority(message.priority), options.deadline)
+        return False
+
+    def _make_relay(
+        self,
+        message: GenerateRequest,
+        request: Request,
+        lifecycle: RequestLifecycle,
+        make_detokenizer: Callable[[], Detokenizer],
+        *,
+        is_admitted: bool,
+    ) -> Relay:
+        issued = self._tickets.issue(request.digest, request.tenant, request.request_id, request.sampling.seed)
+        ticket = message.resume_ticket if is_admitted else issued
+        return Relay(
+            request,
+            lifecycle,
+            self._dispatcher,
+            self._config,
+            make_detokenizer,
+            is_admitted=is_admitted,
+            resumed_kind=self._tickets.read_kind(message.resume_ticket) if message.resume else b"",
+            make_ticket=lambda kind: self._tickets.add_kind(ticket, kind),
+        )
 
     async def _validate(self, message: GenerateRequest, tenant: Tenant, deadline: float | None = None) -> Request:
         digest = await self._off_loop(check_and_digest, message)  # first, because the message is changed below

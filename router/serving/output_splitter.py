@@ -41,16 +41,3 @@ class OutputSplitter:
 
     def _parser(self, choice: int) -> OutputParser:
         return self._parsers.setdefault(choice, OutputParser(self._plan))
-
-
-def join_calls(pieces: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
-    """The tool calls of a choice, each whole."""
-    calls: dict[int, ToolCallDelta] = {}
-    arguments: dict[int, list[str]] = {}
-    for piece in pieces:
-        calls.setdefault(piece.index, piece)
-        arguments.setdefault(piece.index, []).append(piece.arguments)
-    return [
-        ToolCallDelta(index=index, id=call.id, name=call.name, arguments="".join(arguments[index]))
-        for index, call in calls.items()
-    ]
