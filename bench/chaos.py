@@ -77,7 +77,7 @@ async def run(
     striker = Striker(cluster, load, rng)
     console.print(f"{len(load.requests)} cases are known", highlight=False)
     began = time.monotonic()
-    keeping = asyncio.create_task(load.keep(streams))
+    keeping = asyncio.create_task(load.keep_streams(streams))
     made: list[Strike] = []
     for kind, moment in plan_strikes(cluster.kinds, rng):
         if len(made) >= kills or time.monotonic() - began > seconds:

@@ -51,7 +51,7 @@ def main(
     runs: dict[tuple[float, str], list[Figures]] = {cell: [] for cell in cells}
     with TemporaryDirectory() as scratch, ExitStack() as stack:
         flags = f"--groups {groups} --kv-memory {kv_memory}"
-        servers = {policy: stack.enter_context(start(policy, Path(scratch), flags)) for policy in POLICIES}
+        servers = {policy: stack.enter_context(start_server(policy, Path(scratch), flags)) for policy in POLICIES}
         for server in servers.values():
             wait_for_groups(server, groups)
         for turn in range(rounds):
@@ -69,7 +69,7 @@ def main(
     write_results(json_path, {**describe_machine(), "load": load, "groups": groups, "rows": rows})
 
 
-def start(policy: str, scratch: Path, flags: str) -> CoatcheckServer:
+def start_server(policy: str, scratch: Path, flags: str) -> CoatcheckServer:
     (directory := scratch / policy).mkdir()
     return CoatcheckServer(MODEL, directory, f"{flags} --routing {policy}")
 

@@ -168,7 +168,9 @@ def build_engine(config: GroupConfig, loaded: LoadedRank, runner: Runner) -> Eng
     memory = loaded.memory
     drafts = config.speculative_tokens
     if drafts and loaded.spec.state_layers:
-        _log.warning("no speculative decoding: the recurrent states of %s cannot undo a wrong guess", loaded.spec.name)
+        _log.warning(
+            "no speculative decoding: the recurrent states of %s cannot undo a rejected draft token", loaded.spec.name
+        )
         drafts = 0
     engine = Engine(
         loaded.spec,

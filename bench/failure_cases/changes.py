@@ -282,7 +282,7 @@ class Run:
         else:
             await load.learn()
             self._expected = load.expected
-        keeping = asyncio.create_task(load.keep(_STREAMS))
+        keeping = asyncio.create_task(load.keep_streams(_STREAMS))
         measurement = ChangeMeter(load)
         for change, act in changes:
             self._rows.append(await measurement.measure(change, act))

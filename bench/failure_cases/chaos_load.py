@@ -92,9 +92,9 @@ class ChaosLoad:
                 self.requests.append(request)
                 self.expected.append(await self._generate(request))
 
-    async def keep(self, streams: int) -> None:
-        """Keep `streams` streams running until `stop` is called."""
-        await asyncio.gather(*(self._keep_one() for _ in range(streams)))
+    async def keep_streams(self, count: int) -> None:
+        """Keep `count` streams running until `stop` is called."""
+        await asyncio.gather(*(self._keep_one() for _ in range(count)))
 
     def stop(self) -> None:
         """Start no further stream."""

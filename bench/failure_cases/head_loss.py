@@ -122,7 +122,7 @@ async def lose(loss: HeadLoss, checkpoint: Path, scratch: Path) -> dict[str, Any
         case.start()
         load = ChaosLoad(case.address, cases(VOCABULARY, 60))
         await load.learn()
-        keeping = asyncio.create_task(load.keep(_STREAMS))
+        keeping = asyncio.create_task(load.keep_streams(_STREAMS))
         await asyncio.sleep(3.0)
         mine = {name: case.pids(title) for name, title in _TITLES.items()}
         case.kill_head(whole_node=loss.whole_node)

@@ -151,7 +151,7 @@ def run_in_children(
         table = Table.resumed(directory)
         if table.facts.get("parts", {}).get(part, "begun") == "begun":
             why = f"ended with exit code {code}" if code is not None else f"was killed after {limits[part]:g} s"
-            table.begin(part)
+            table.begin_part(part)
             table.add(Measurement(part, "the rest of it", failure=f"its process {why}"))
         exit_code = int(table.failed)
     return exit_code
@@ -178,7 +178,7 @@ def run_part(
     if began > 60 * minutes:
         table.add(Measurement(name, "not begun", note=f"{minutes} minutes were over"))
         return
-    table.begin(name)
+    table.begin_part(name)
     try:
         with torch.no_grad():  # not inference mode: the copier's thread writes to tensors that are made here
             for row in PARTS[name](device, roofs, quick=quick):
@@ -188,7 +188,7 @@ def run_part(
                     break
     except Exception:  # the other parts still run
         table.add(Measurement(name, "the rest of it", failure=traceback.format_exc()))
-    table.end(name, table.seconds - began)
+    table.end_part(name, table.seconds - began)
     gc.collect()
     if device.type == "cuda":
         with suppress(RuntimeError):  # the caller checks the device

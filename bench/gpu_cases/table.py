@@ -72,12 +72,12 @@ class Table:
         head = _HEAD.translate({ord(c): "-" for c in _HEAD if c != "|"})
         print(json.dumps(self.facts), _HEAD, head, sep="\n", flush=True)
 
-    def begin(self, part: str) -> None:
+    def begin_part(self, part: str) -> None:
         """Record that the part has begun, in case its process dies."""
         self.facts.setdefault("parts", {})[part] = "begun"
         self.save()
 
-    def end(self, part: str, seconds: float) -> None:
+    def end_part(self, part: str, seconds: float) -> None:
         """Record that the part has ended, so that no other process runs it."""
         self.facts["parts"][part] = f"{seconds:.1f} s"
         self.save()

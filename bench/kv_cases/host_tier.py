@@ -65,9 +65,9 @@ def ttft(checkpoint: Path, scratch: Path, rounds: int) -> dict[str, Any]:
     """
     prompts = [prompt(seed) for seed in range(5)]
     with CoatcheckServer(checkpoint, scratch, "--kv-memory 256MiB --host-kv-memory 1GiB --eviction lru") as server:
-        ask(server, prompt(99)[:600], 1)
-        cold = [ask(server, tokens, 1) for tokens in prompts]
-        warm = [ask(server, tokens, 1) for _ in range(rounds) for tokens in prompts]
+        send_prompt(server, prompt(99)[:600], 1)
+        cold = [send_prompt(server, tokens, 1) for tokens in prompts]
+        warm = [send_prompt(server, tokens, 1) for _ in range(rounds) for tokens in prompts]
         status = server.status()
     assert all(answer.usage.cached_host_tokens == _PREFIX for answer in warm), "not all came from the host"
     computed, restored = (statistics.median(a.times[0] for a in answers) * 1e3 for answers in (cold, warm))
@@ -89,14 +89,14 @@ def itl(checkpoint: Path, scratch: Path, rounds: int) -> dict[str, Any]:
     prompts = [prompt(seed) for seed in range(_GIB_OF_PREFIXES)]
     with CoatcheckServer(checkpoint, scratch, "--kv-memory 384MiB --host-kv-memory 2.5GiB --eviction lru") as server:
         for tokens in prompts:
-            ask(server, tokens, 1)
+            send_prompt(server, tokens, 1)
         for seed in range(2):  # evicts the last of them too
-            ask(server, prompt(50 + seed), 1)
+            send_prompt(server, prompt(50 + seed), 1)
         before, chats = server.status().restores, [Chat(server, seed) for seed in range(_CHATS)]
         wait_for(lambda: all(chat.times for chat in chats))
         time.sleep(4.0)
         began = time.perf_counter()
-        answers = [ask(server, tokens, 1) for tokens in prompts]
+        answers = [send_prompt(server, tokens, 1) for tokens in prompts]
         ended = time.perf_counter()
         time.sleep(4.0)
         status = server.status()
@@ -186,7 +186,7 @@ def processor_seconds(server: CoatcheckServer) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def ask(server: CoatcheckServer, tokens: list[int], max_tokens: int) -> TimedReply:
+def send_prompt(server: CoatcheckServer, tokens: list[int], max_tokens: int) -> TimedReply:
     """Run one request to its end."""
     began, times, usage = time.perf_counter(), [], pb.Usage()
     for event in stream(server, tokens, max_tokens):

@@ -42,7 +42,7 @@ def main(
     with TemporaryDirectory() as scratch:
         directory = make_checkpoint((checkpoint or Path(scratch) / "llama-82m").resolve(), _CONTEXT)
         with CoatcheckServer(directory, Path(scratch), _POOL) as server:
-            ask(server, random_tokens(0, 600), 8)
+            send_prompt(server, random_tokens(0, 600), 8)
             for name in ("alone", "between", "uncached"):
                 figures[name] = chat(server, name)
     print(json.dumps(figures, indent=1))
@@ -57,8 +57,8 @@ def chat(server: CoatcheckServer, name: str) -> dict[str, Any]:
         compared = turn in _EARLY or turn in _LATE
         salt = f"{turn}" if name == "uncached" and compared else name
         if name == "between" and compared:
-            ask(server, random_tokens(turn, _OTHER), 1, f"other {turn}")
-        seconds, generated, usage = ask(server, history, _ANSWERED, salt)
+            send_prompt(server, random_tokens(turn, _OTHER), 1, f"other {turn}")
+        seconds, generated, usage = send_prompt(server, history, _ANSWERED, salt)
         history += generated
         ttft.append(seconds * 1e3)
         host += usage.cached_host_tokens
@@ -66,7 +66,7 @@ def chat(server: CoatcheckServer, name: str) -> dict[str, Any]:
     return {"turns_2_to_4": early, "turns_38_to_40": late, "creep": late / early, "from_host": host, "ttft_ms": ttft}
 
 
-def ask(
+def send_prompt(
     server: CoatcheckServer, tokens: list[int], max_tokens: int, salt: str = ""
 ) -> tuple[float, list[int], pb.Usage]:
     """(seconds to the first token, generated tokens, usage)."""

@@ -204,8 +204,8 @@ class ServeConfig(Settings):
     )
     speculative_tokens: int = setting(
         "Limits",
-        "Speculative decoding: maximum tokens of a sequence that one step guesses, from the sequence's text or its "
-        "grammar, and checks beside the next token. Steps guess only if it saves time. Tokens stay the same. 0: none.",
+        "Speculative decoding: maximum draft tokens of a sequence in one step, from the sequence's text or its "
+        "grammar. Steps get draft tokens only if that saves time. Tokens stay the same. 0: none.",
         0,
         ge=0,
         le=32,

@@ -4,10 +4,10 @@
     mlp         out = down(act(gate(h)) * up(h)),  h = norm(x + residual)
     experts     out = experts(h, *route(router(h))) + sigmoid(shared_gate(h)) * shared(h),  h as above
 
-Each returns (out, x + residual). `out` is not added yet, because other ranks may have a part of it. The C library calls
-the operations of the other files one after another, so the results have the same bits. This saves calls from Python,
-which are a fifth of a small model's step of one token. All linears must have the native form. If `is_native` is False,
-the caller runs the operations one by one.
+Each returns (out, x + residual). `out` is not added to the residual yet, because other ranks may have a part of it. The
+C library calls the operations of the other files one after another, so the results have the same bits. This saves calls
+from Python, which take a fifth of a small model's step of one token. All linears must have the native form. If
+`is_native` is False, the caller runs the operations one by one.
 
 Shapes: x, residual [tokens, hidden], contiguous; cos, sin [tokens, rot_dim]; cache, tables and slots as in kv_cache.py,
 paged_attention.py and store_kv.py.

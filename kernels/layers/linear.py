@@ -47,6 +47,9 @@ from coatcheck.kernels.lora.shrink_expand import StackedLora
 # decode step is still bound by reading the weight.
 ROW_TILE = 64
 _CHECKED_CODES = 16 << 20  # FP8 codes that are searched for NaN at a time
+_DEQUANTISED_BYTES = 64 << 20  # of a weight, at a time
+_SLICE_FEATURES = 128  # a slice has a multiple of this many features, the width of a library's tiles
+_CODES_OF_WORD = 8  # codes of 4 bits in a word of 32 bits; words of 8-bit codes hold fewer
 
 
 class PackedLinear(nn.Module):
@@ -196,20 +199,18 @@ class PackedLinear(nn.Module):
         return y.reshape(*x.shape[:-1], features)
 
 
-_DEQUANTISED = 64 << 20  # bytes of a weight that are dequantised at a time
-_FEATURES = 128  # a slice has a multiple of this many features, the width of a library's tiles
-
-
-def multiply_dequantised(codes: Codes, x: Tensor, bias: Tensor | None, *, most: int = _DEQUANTISED) -> Tensor:
+def multiply_dequantised(
+    codes: Codes, x: Tensor, bias: Tensor | None, *, max_bytes: int = _DEQUANTISED_BYTES
+) -> Tensor:
     """x [rows, depth] -> y by torch's library, with the dequantised weight. With many rows that is faster than the
     kernel, because dequantising takes the same time for any number of rows.
 
-    A weight that takes more than `most` bytes when it is dequantised is multiplied in slices of its features. A rank
-    runs its largest steps before it measures the memory that is left for the KV pool, so it has taken a slice's memory.
+    A weight that takes more than `max_bytes` when it is dequantised is multiplied in slices of its features. A rank
+    runs its largest steps before it sizes the KV pool, so the memory of a slice is allocated by then.
     """
     features, depth = codes.shape
-    slices = -(-features * depth * x.element_size() // most)
-    height = min(-(-features // slices // _FEATURES) * _FEATURES, features)
+    slices = -(-features * depth * x.element_size() // max_bytes)
+    height = min(-(-features // slices // _SLICE_FEATURES) * _SLICE_FEATURES, features)
     if codes.order is not None:
         x = x.index_select(1, codes.order)
     scratch = x.new_empty((height, depth))
@@ -262,9 +263,6 @@ def holds_quantised(weight: QuantisedWeight, device: torch.device) -> bool:
         return pick_step(weight) is not None
     is_native = device.type == "cpu" and _pick_form(weight.dtype) == "native"
     return is_native and (weight.groups == 1 or weight.group % _CODES_OF_WORD == 0)
-
-
-_CODES_OF_WORD = 8  # codes of 4 bits in a word of 32 bits; words of 8-bit codes hold fewer
 
 
 def widen_scales(weight: QuantisedWeight, device: torch.device) -> QuantisedWeight:

@@ -1,9 +1,10 @@
 """QuantisedWeight: the weight of a linear as codes of 8 or 4 bits, with scales.
 
-    weight[r, order[c]] = (codes[r, c] - zeros[r, g]) * scales[r, g],  g = c // group       without an order: order[c] =
-    c
+    weight[r, order[c]] = (codes[r, c] - zeros[r, g]) * scales[r, g],  g = c // group
 
-Linears hold a weight in this form and unpack it as they multiply (kernels/csrc/quantised.h, quantised_linear.py), so
+Without an order, order[c] = c.
+
+Linears hold a weight in this form and unpack it while they multiply (kernels/csrc/quantised.h, quantised_linear.py), so
 that a decode step reads only the codes. The methods cut a rank's slice from a weight, and stack weights (Q, K and V).
 
 `quantise` quantises a plain weight. It rounds to the nearest code, and needs no calibration data:

@@ -156,12 +156,15 @@ class OutputParser:
             return parts
         made: list[Part] = []
         for part in parts:
-            made += self._unclosed.feed(part.text) if isinstance(part, Reasoning) else [*self._unclosed.end(), part]
-        if is_last and self._first.is_open and (calls := self._unclosed.take_calls()):
+            if isinstance(part, Reasoning):
+                made += self._unclosed.feed(part.text)
+            else:
+                made += [*self._unclosed.release_text(), part]
+        if is_last and self._first.is_open and (calls := self._unclosed.calls_at_end()):
             self._first.remove_last(len(calls))
             return [*made, Content(calls)]
         if is_last or not self._first.is_open:
-            made += self._unclosed.end()
+            made += self._unclosed.release_text()
         return made
 
     def _pass_on(self, parts: list[Part]) -> list[Part]:

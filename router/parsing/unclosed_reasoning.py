@@ -41,13 +41,13 @@ class UnclosedReasoning:
             parts.append(self._release(len(self._marker)))
             self._marker = ""
 
-    def end(self) -> list[Part]:
-        """Returns the held text as reasoning, because the reasoning has ended."""
+    def release_text(self) -> list[Part]:
+        """Returns the held text as reasoning. Called when the reasoning has ended."""
         self._marker = ""
         return [self._release(len(self._held))]
 
-    def take_calls(self) -> str:
-        """Returns the text of the calls at the end of the answer; "" if there are none."""
+    def calls_at_end(self) -> str:
+        """The text of the calls in the held text, once the answer has ended; "" if there are none."""
         if self._parser is None or not self._marker:
             return ""
         parts = self._parser.finish()

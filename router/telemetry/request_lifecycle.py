@@ -138,7 +138,7 @@ class RequestLifecycle:
             "completion_tokens": usage.completion_tokens,
         }
         if self._spans is not None:
-            self._spans.end("" if error is None else outcome, **fields)
+            self._spans.end_request("" if error is None else outcome, **fields)
         if not _log.isEnabledFor(logging.INFO):
             return
         fields |= {"outcome": outcome, "seconds": round(seconds, 4)}
@@ -177,7 +177,7 @@ class _Spans:
             _end_span(self._part, failure)
             self._part = None
 
-    def end(self, failure: str, **attributes: Value) -> None:
+    def end_request(self, failure: str, **attributes: Value) -> None:
         self.end_part(failure)
         self._request.set_attributes(attributes)
         _end_span(self._request, failure)

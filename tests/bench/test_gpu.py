@@ -88,7 +88,7 @@ from coatcheck.bench.gpu_cases.table import Measurement, Table
 directory, (only, *more) = Path(sys.argv[1]), sys.argv[3:]
 table = Table.resumed(directory) if more == ["--resume"] else Table(directory, {"device": "none"})
 for part in only.split(","):
-    table.begin(part)
+    table.begin_part(part)
     table.add(Measurement(part, "before", ms=1.0))
     if part == "hangs":
         signal.pause()
@@ -96,7 +96,7 @@ for part in only.split(","):
         os.kill(os.getpid(), signal.SIGSEGV)
     if part == "fails":
         table.add(Measurement(part, "the rest of it", failure="a kernel's fault"))
-    table.end(part, 1.0)
+    table.end_part(part, 1.0)
     if part == "fails":
         sys.exit(3)
 sys.exit(int(table.failed))

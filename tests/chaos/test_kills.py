@@ -33,7 +33,7 @@ async def test_a_rolling_restart_loses_nothing(cluster: ChaosCluster) -> None:
     before = {rank.pid for group in cluster.serving() for rank in group.ranks}
     load = ChaosLoad(cluster.address, cases(600, tokens=60))
     await load.learn()
-    keeping = asyncio.create_task(load.keep(3))
+    keeping = asyncio.create_task(load.keep_streams(3))
     try:
         flags = ["--ray-address", cluster.ray_address, "--drain-seconds", "2"]
         done = await asyncio.to_thread(
@@ -60,7 +60,7 @@ async def test_no_stream_ends_or_changes_whatever_is_killed(
     load = ChaosLoad(cluster.address, cases(600, tokens=60))
     await load.learn()
     striker = Striker(cluster, load, random.Random(7))
-    keeping = asyncio.create_task(load.keep(3))
+    keeping = asyncio.create_task(load.keep_streams(3))
     try:
         struck = [strike for kind, moment in strikes for strike in await striker.strike(kind, moment)]
     finally:
@@ -80,7 +80,7 @@ async def test_no_stream_ends_or_changes_while_groups_come_and_go(cluster: Chaos
     load = ChaosLoad(cluster.address, cases(600, tokens=60))
     await load.learn()
     striker = Striker(cluster, load, random.Random(11))
-    keeping = asyncio.create_task(load.keep(3))
+    keeping = asyncio.create_task(load.keep_streams(3))
     strikes = [("rank 0", "scale out"), ("supervisor", "scale in"), ("fault", "scale in"), ("group", "drain")]
     try:
         for kind, moment in strikes:

@@ -1,9 +1,9 @@
-"""PromptLookup: guesses the next tokens of a sequence from its own text (prompt lookup decoding).
+"""PromptLookup: drafts the next tokens of a sequence from its own text (prompt lookup decoding).
 
     text   ... [a b c] d e f ...... [a b c]        the last tokens, a b c, stand earlier in the text too,
     draft                                   d e f  so the draft is what followed them there
 
-Answers that quote their prompt, edit a file or repeat themselves are guessed well, and no second model is needed
+Answers that quote their prompt, edit a file or repeat themselves get good drafts, and no second model is needed
 (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; vLLM and SGLang call it ngram).
 """
 

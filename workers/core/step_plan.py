@@ -116,44 +116,44 @@ class StepPlan:
         for new in self.new_sequences:
             grammar_id = -1 if new.grammar_id is None else new.grammar_id
             out.extend((new.slot, new.choice, new.prompt_len, grammar_id, new.pooling.value, new.adapter))
-            _put_list(out, new.token_ids)
-            _put_list(out, new.stop_token_ids)
-            _put_sampling(out, new.sampling)
+            _append_list(out, new.token_ids)
+            _append_list(out, new.stop_token_ids)
+            _encode_sampling(out, new.sampling)
         for grammar in self.new_grammars:
-            _put_list(out, _encode_grammar(grammar))
+            _append_list(out, _encode_grammar(grammar))
         for tuples in (
             *(self.table_writes, self.cow_copies, self.scheduled, self.demotes, self.restores),
             *(self.state_restores, self.state_saves, self.drafts),
         ):
-            _put_list(out, list(chain.from_iterable(tuples)))
-        _put_list(out, self.dropped_grammars)
+            _append_list(out, list(chain.from_iterable(tuples)))
+        _append_list(out, self.dropped_grammars)
         return out
 
     @classmethod
     def decode(cls, ints: "array[int]") -> Self:
         reader = _Reader(ints)
-        step, stop, num_new, num_grammars = reader.take(4)
+        step, stop, num_new, num_grammars = reader.read_ints(4)
         return cls(
             step=step,
             stop=bool(stop),
             new_sequences=[_decode_new_sequence(reader) for _ in range(num_new)],
-            new_grammars=[_decode_grammar(reader.take_list()) for _ in range(num_grammars)],
-            table_writes=[TableWrite(*write) for write in reader.take_tuples(3)],
-            cow_copies=[(source, target) for source, target in reader.take_tuples(2)],
+            new_grammars=[_decode_grammar(reader.read_list()) for _ in range(num_grammars)],
+            table_writes=[TableWrite(*write) for write in reader.read_tuples(3)],
+            cow_copies=[(source, target) for source, target in reader.read_tuples(2)],
             scheduled=[
                 ScheduledSequence(slot, start, num_tokens, bool(needs_sample))
-                for slot, start, num_tokens, needs_sample in reader.take_tuples(4)
+                for slot, start, num_tokens, needs_sample in reader.read_tuples(4)
             ],
-            demotes=[(block, host_block) for block, host_block in reader.take_tuples(2)],
-            restores=[(host_block, block) for host_block, block in reader.take_tuples(2)],
-            state_restores=[(source, target) for source, target in reader.take_tuples(2)],
-            state_saves=[(source, target) for source, target in reader.take_tuples(2)],
-            drafts=[DraftToken(*draft) for draft in reader.take_tuples(3)],
-            dropped_grammars=reader.take_list().tolist(),
+            demotes=[(block, host_block) for block, host_block in reader.read_tuples(2)],
+            restores=[(host_block, block) for host_block, block in reader.read_tuples(2)],
+            state_restores=[(source, target) for source, target in reader.read_tuples(2)],
+            state_saves=[(source, target) for source, target in reader.read_tuples(2)],
+            drafts=[DraftToken(*draft) for draft in reader.read_tuples(3)],
+            dropped_grammars=reader.read_list().tolist(),
         )
 
 
-def _put_list(out: "array[int]", values: Sequence[int]) -> None:
+def _append_list(out: "array[int]", values: Sequence[int]) -> None:
     out.append(len(values))
     out.extend(values)
 
@@ -165,55 +165,55 @@ class _Reader:
     ints: "array[int]"
     at: int = 0
 
-    def take(self, count: int) -> "array[int]":
+    def read_ints(self, count: int) -> "array[int]":
         self.at += count
         return self.ints[self.at - count : self.at]
 
-    def take_list(self) -> "array[int]":
-        return self.take(*self.take(1))
+    def read_list(self) -> "array[int]":
+        return self.read_ints(*self.read_ints(1))
 
-    def take_tuples(self, size: int) -> Iterator[tuple[int, ...]]:
-        values = iter(self.take_list())
+    def read_tuples(self, size: int) -> Iterator[tuple[int, ...]]:
+        values = iter(self.read_list())
         return zip(*[values] * size, strict=True)
 
 
 def _decode_new_sequence(reader: _Reader) -> NewSequence:
-    slot, choice, prompt_len, grammar_id, pooling, adapter = reader.take(6)
-    ids, stops = reader.take_list().tolist(), tuple(reader.take_list())
+    slot, choice, prompt_len, grammar_id, pooling, adapter = reader.read_ints(6)
+    ids, stops = reader.read_list().tolist(), tuple(reader.read_list())
     grammar = None if grammar_id < 0 else grammar_id
-    sampling = _take_sampling(reader)
+    sampling = _decode_sampling(reader)
     return NewSequence(slot, choice, prompt_len, ids, sampling, stops, grammar, Pooling(pooling), adapter)
 
 
-def _put_sampling(out: "array[int]", params: SamplingParams) -> None:
+def _encode_sampling(out: "array[int]", params: SamplingParams) -> None:
     seed, *others = (getattr(params, name) for name in _SAMPLING_FIELDS)
     content = _SAMPLING.pack(seed or 0, *(_NONE if value is None else value for value in others))
-    _put_list(out, array("i", content + b"".join(_BIAS.pack(*bias) for bias in params.logit_bias.items())))
-    _put_list(out, params.allowed_token_ids)
-    _put_list(out, params.logprob_token_ids)
+    _append_list(out, array("i", content + b"".join(_BIAS.pack(*bias) for bias in params.logit_bias.items())))
+    _append_list(out, params.allowed_token_ids)
+    _append_list(out, params.logprob_token_ids)
     out.append(len(params.bad_token_ids))
     for sequence in params.bad_token_ids:
-        _put_list(out, sequence)
+        _append_list(out, sequence)
     limit = params.reasoning_limit
-    _put_list(out, limit.end_token_ids if limit is not None else ())
+    _append_list(out, limit.end_token_ids if limit is not None else ())
     if limit is not None:
         out.append(limit.max_tokens)
-        _put_list(out, limit.start_token_ids)
+        _append_list(out, limit.start_token_ids)
 
 
-def _take_sampling(reader: _Reader) -> SamplingParams:
-    content = reader.take_list().tobytes()
+def _decode_sampling(reader: _Reader) -> SamplingParams:
+    content = reader.read_list().tobytes()
     fields = dict(zip(_SAMPLING_FIELDS, _SAMPLING.unpack_from(content), strict=True))
     for name in ("logprobs", "prompt_logprobs"):
         fields[name] = None if fields[name] == _NONE else fields[name]
-    allowed = tuple(reader.take_list())
-    named = tuple(reader.take_list())
-    (num_bad,) = reader.take(1)
-    bad = tuple(tuple(reader.take_list()) for _ in range(num_bad))
+    allowed = tuple(reader.read_list())
+    named = tuple(reader.read_list())
+    (num_bad,) = reader.read_ints(1)
+    bad = tuple(tuple(reader.read_list()) for _ in range(num_bad))
     limit = None
-    if end := tuple(reader.take_list()):
-        (max_tokens,) = reader.take(1)
-        limit = ReasoningLimit(max_tokens, tuple(reader.take_list()), end)
+    if end := tuple(reader.read_list()):
+        (max_tokens,) = reader.read_ints(1)
+        limit = ReasoningLimit(max_tokens, tuple(reader.read_list()), end)
     return SamplingParams(
         **fields,
         logit_bias=dict(_BIAS.iter_unpack(content[_SAMPLING.size :])),

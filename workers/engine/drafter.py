@@ -1,9 +1,10 @@
 """Drafter: which sequences of a decode step get draft tokens, and how many (speculative decoding).
 
 A draft token is a guess of a token that is not sampled yet. The step computes it as one more row of the batch: the
-row's input is the guess, and the row samples the token after the guess. The row before it samples the token that was
-guessed. If sample and guess are equal, the sequence gets the row's token too. Else the row is thrown away. A draw
-depends on (seed, choice, position) alone, so a sequence gets the tokens that it would get without drafts.
+row's input is the draft token, and the row samples the token after it. The row before it samples the token at the draft
+token's position. If the two are equal, the draft token is accepted, and the sequence gets the row's token too. Else the
+row is thrown away. A draw depends on (seed, choice, position) alone, so a sequence gets the tokens that it would get
+without drafts.
 
 A row costs time. With R tokens expected from a step of T seconds, one more row, which takes c seconds and counts with
 probability p, raises the tokens a second if

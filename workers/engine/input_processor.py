@@ -1,4 +1,4 @@
-"""InputProcessor: checks requests and makes their sequences, with the hashes of their full blocks."""
+"""InputProcessor: checks requests, and makes their sequences with the hashes of their full blocks."""
 
 import math
 from collections.abc import Callable
@@ -137,14 +137,14 @@ class InputProcessor:
         return sequence
 
     def _block_key(self, request: EngineRequest) -> bytes:
-        kind = request.cache_salt, request.adapter
-        if kind not in self._keys:
+        salt_and_adapter = request.cache_salt, request.adapter
+        if salt_and_adapter not in self._keys:
             if len(self._keys) > _MAX_KEYS:
                 self._keys.clear()
-            self._keys[kind] = block_key(
+            self._keys[salt_and_adapter] = block_key(
                 salt=request.cache_salt,
                 model=self._spec.name,
                 fingerprint=self._spec.fingerprint,
                 adapter=self._fingerprints[request.adapter],
             )
-        return self._keys[kind]
+        return self._keys[salt_and_adapter]

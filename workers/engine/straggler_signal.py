@@ -29,7 +29,8 @@ class StragglerSignal:
 
     def __init__(self, crossover: int) -> None:
         self._crossover = crossover
-        self._usual: dict[tuple[bool, int], tuple[int, float]] = {}  # (prompts, log2 work) -> steps, log of seconds
+        # By bucket, which is (whether the step has prompts, log2 of its work): number of steps, mean log of seconds.
+        self._usual: dict[tuple[bool, int], tuple[int, float]] = {}
         self._spent = self._expected = 0.0
         self._ended_at = 0.0
 
@@ -47,12 +48,12 @@ class StragglerSignal:
         self._ended_at = now
         attended = sum(one.num_tokens * (one.start + one.num_tokens / 2) for one in plan.scheduled)
         work = plan.num_tokens + attended / self._crossover
-        kind = (any(one.num_tokens > 1 for one in plan.scheduled), int(log(max(work, 1.0), 2)))
-        steps, usual = self._usual.get(kind, (0, 0.0))
+        bucket = (any(one.num_tokens > 1 for one in plan.scheduled), int(log(max(work, 1.0), 2)))
+        steps, usual = self._usual.get(bucket, (0, 0.0))
         if steps >= _FEWEST_STEPS:
             counted = min(seconds, max(exp(usual), _LONGEST_PAUSE))
             kept = exp(-counted / _RECENT_SECONDS)
             self._spent = kept * self._spent + counted
             self._expected = kept * self._expected + exp(usual)
         weight = max(1 / (steps + 1), min(seconds / _USUAL_SECONDS, 1.0))
-        self._usual[kind] = (steps + 1, usual + weight * (log(max(seconds, 1e-6)) - usual))
+        self._usual[bucket] = (steps + 1, usual + weight * (log(max(seconds, 1e-6)) - usual))

@@ -74,7 +74,7 @@ def plan_weights(file: GgufFile, family: GgufFamily, dtype: str) -> list[Weight]
         weight
         for tensor in file.tensors.values()
         if tensor.name not in ROPE_TENSORS and not _is_unused(file, family, kinds, tensor.name)
-        for weight in planner.place(tensor)
+        for weight in planner.plan_weights(tensor)
     ]
     names = [weight.name for weight in weights]
     if len(set(names)) != len(names):
@@ -136,8 +136,8 @@ class _Planner:
     dtype: str
     forms: Mapping[str, CodeForm]
 
-    def place(self, tensor: GgufTensor) -> Iterator[Weight]:
-        """The weights to which a tensor goes."""
+    def plan_weights(self, tensor: GgufTensor) -> Iterator[Weight]:
+        """The weights of the checkpoint that are made from a tensor."""
         leaf, name = self._rename(tensor.name)
         if not can_dequantise(tensor.type):
             raise InvalidModel(

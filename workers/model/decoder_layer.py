@@ -54,15 +54,15 @@ class DecoderLayer:
         communicator: Communicator,
         *,
         batch_invariant: bool,
-        shortcut_to_start: ShortcutExperts | None = None,
+        shortcut_to_compute: ShortcutExperts | None = None,
         shortcut_to_add: ShortcutExperts | None = None,
     ) -> None:
         """`layer`: transformers' module. `spec`: with this rank's heads.
 
-        `shortcut_to_start`, `shortcut_to_add`: only of the halves of a LongCat layer: the experts that the first half
+        `shortcut_to_compute`, `shortcut_to_add`: only of the halves of a LongCat layer: the experts that the first half
         computes, and whose output the second half adds.
         """
-        self.shortcut_to_start, self.shortcut_to_add = shortcut_to_start, shortcut_to_add
+        self.shortcut_to_compute, self.shortcut_to_add = shortcut_to_compute, shortcut_to_add
         attention = layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn
         projection = output_projection(attention)
         self.output, self.reduce = pack_row_parallel(projection, batch_invariant=batch_invariant)
@@ -82,7 +82,7 @@ class DecoderLayer:
                 layer.mlp,
                 norm,
                 batch_invariant=batch_invariant,
-                shortcut_to_start=shortcut_to_start,
+                shortcut_to_compute=shortcut_to_compute,
                 shortcut_to_add=shortcut_to_add,
             )
         else:
@@ -111,7 +111,7 @@ class DecoderLayer:
 
     def linears(self) -> list[PackedLinear]:
         """Every linear of the layer, in the order of their use."""
-        shortcut = [] if self.shortcut_to_start is None else self.shortcut_to_start.moe.linears()
+        shortcut = [] if self.shortcut_to_compute is None else self.shortcut_to_compute.moe.linears()
         return [*self._attention_linears, self.output, *self.mlp.linears(), *shortcut]
 
     def lora_targets(self) -> dict[str, LoraTarget]:
@@ -126,7 +126,7 @@ class DecoderLayer:
         """The layer's experts; none in a dense layer."""
         if isinstance(self.mlp, SparseMlp):
             return [self.mlp.moe.experts]
-        return [] if self.shortcut_to_start is None else [self.shortcut_to_start.moe.experts]
+        return [] if self.shortcut_to_compute is None else [self.shortcut_to_compute.moe.experts]
 
     def __call__(
         self,
@@ -181,22 +181,22 @@ class DenseMlp:
         norm: RmsNorm,
         *,
         batch_invariant: bool,
-        shortcut_to_start: ShortcutExperts | None = None,
+        shortcut_to_compute: ShortcutExperts | None = None,
         shortcut_to_add: ShortcutExperts | None = None,
     ) -> None:
-        """`shortcut_to_start`, `shortcut_to_add`: see DecoderLayer."""
+        """`shortcut_to_compute`, `shortcut_to_add`: see DecoderLayer."""
         self.norm = norm
-        self._shortcut_to_start, self._shortcut_to_add = shortcut_to_start, shortcut_to_add
+        self._shortcut_to_compute, self._shortcut_to_add = shortcut_to_compute, shortcut_to_add
         parts = ("gate_up_proj", ("gate_proj", "up_proj"))
         self.gate_up = pack_merged(mlp, *parts, batch_invariant=batch_invariant)
         self.down, self.reduce = pack_row_parallel(mlp.down_proj, batch_invariant=batch_invariant)
         self.lora_targets: dict[str, LoraTarget] = {}
         # A half of a LongCat layer has other names than the layer, so it has no targets.
-        if shortcut_to_start is None and shortcut_to_add is None:
+        if shortcut_to_compute is None and shortcut_to_add is None:
             down = LoraTarget(self.down, 0, self.down.weight_shape[0])
             self.lora_targets = {**merged_targets(self.gate_up, mlp, *parts), "down_proj": down}
         self.activation = ACTIVATIONS[activation_name(mlp.config)]
-        can_run_native = shortcut_to_start is None and shortcut_to_add is None and is_native(self.gate_up, self.down)
+        can_run_native = shortcut_to_compute is None and shortcut_to_add is None and is_native(self.gate_up, self.down)
         self.native_sublayer = MlpSublayer(norm, self.gate_up, self.down, self.activation) if can_run_native else None
 
     def linears(self) -> list[PackedLinear]:
@@ -208,9 +208,9 @@ class DenseMlp:
         if self.native_sublayer is not None and not has_adapters:
             x, residual = self.native_sublayer(x if deferred_sum is None else deferred_sum(x), residual)
         else:
-            if self._shortcut_to_start is not None:  # the experts read the norm's output too, unquantised
+            if self._shortcut_to_compute is not None:  # the experts read the norm's output too, unquantised
                 x, residual = add_and_norm(self.norm, x, residual, deferred_sum)
-                self._shortcut_to_start.start(x)
+                self._shortcut_to_compute.compute(x)
                 gate_up = self.gate_up(x)
             else:
                 normed, residual = norm_for_linear(self.norm, x, residual, deferred_sum, self.gate_up.input_format)

@@ -212,14 +212,14 @@ def fuse(
     fused: list[DecoderLayer] = []
     for index, module in enumerate(base.layers):
         halves = halves_of(module, batch_invariant=batch_invariant) if has_halves(module) else [(module, None, None)]
-        for part, shortcut_to_start, shortcut_to_add in halves:
+        for part, shortcut_to_compute, shortcut_to_add in halves:
             layer = DecoderLayer(
                 part,
                 mixers[cache_indices[len(fused)]],
                 family,
                 communicator,
                 batch_invariant=batch_invariant,
-                shortcut_to_start=shortcut_to_start,
+                shortcut_to_compute=shortcut_to_compute,
                 shortcut_to_add=shortcut_to_add,
             )
             fused.append(layer)

@@ -30,19 +30,19 @@ class ShortcutExperts:
         self.moe = MixtureOfExperts(block, batch_invariant=batch_invariant)
         self._output: Tensor | None = None
 
-    def start(self, h: Tensor) -> None:
-        """Compute the experts' output for h [T, hidden]."""
+    def compute(self, h: Tensor) -> None:
+        """Compute and hold the experts' output for h [T, hidden]."""
         self._output = self.moe(h)
 
     def select_rows(self, logits_indices: LogitsIndices) -> None:
         """Keep only the rows of these tokens."""
-        assert self._output is not None, "the first half starts the experts"
+        assert self._output is not None, "the first half computes the experts"
         self._output = self._output[logits_indices.tokens]
 
     def add_to(self, x: Tensor) -> Tensor:
         """Return x plus the output, and forget the output."""
         output, self._output = self._output, None
-        assert output is not None, "the first half starts the experts"
+        assert output is not None, "the first half computes the experts"
         return x + output
 
 
@@ -57,11 +57,11 @@ def halves_of(
     """For each half: an object with the attributes of an ordinary decoder layer, the experts that it computes or None,
     and the experts whose output it adds or None."""
     experts = ShortcutExperts(layer.mlp, batch_invariant=batch_invariant)
-    for index, (to_start, to_add) in enumerate(((experts, None), (None, experts))):
+    for index, (to_compute, to_add) in enumerate(((experts, None), (None, experts))):
         half = SimpleNamespace(
             self_attn=layer.self_attn[index],
             mlp=layer.mlps[index],
             input_layernorm=layer.input_layernorm[index],
             post_attention_layernorm=layer.post_attention_layernorm[index],
         )
-        yield half, to_start, to_add
+        yield half, to_compute, to_add

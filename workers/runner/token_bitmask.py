@@ -84,11 +84,12 @@ class _Constraint:
 
 
 class _Unread(NamedTuple):
-    """Where the sampled tokens of one constrained sequence are in a host copy. `index`: of its next token. `drafts`:
-    (draft token, index of the token sampled after it) pairs; that token counts only if the draft token was right."""
+    """Where the sampled tokens of one constrained sequence are in a host copy. `token_index`: of its next token.
+    `drafts`: (draft token, index of the token sampled after it) pairs; that token counts only if the draft token was
+    right."""
 
     constraint: _Constraint
-    index: int
+    token_index: int
     drafts: list[tuple[int, int]]
 
 

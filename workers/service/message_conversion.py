@@ -83,7 +83,7 @@ def event_messages(epoch: str, sequence: int, events: Sequence[step_output.KvEve
 
 
 def refusal_message(submit_id: int, attempt: int, error: CoatcheckError) -> wire.FromGroup:
-    """Refuses a submission. Its remaining choices get no more output."""
+    """The refusal of a submission, whose remaining choices get no more output."""
     refused = wire.Refused(id=submit_id, attempt=attempt, code=status_of(error)[0], message=str(error))
     return wire.FromGroup(refused=refused)
 

@@ -45,8 +45,8 @@ Outgoing = tuple["RouterSession", wire.FromGroup]
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A submission that the group is answering. `choices`: indices of the unfinished choices. `number`: of the
-    submission in its stream, from 1."""
+    """A submission that the group is answering. `number`: the submission's number in its stream, from 1. `choices`:
+    indices of the unfinished choices."""
 
     session: RouterSession
     number: int
@@ -187,7 +187,7 @@ class RouterSession:
             if isinstance(read, Exception):
                 _log.error("the stream of router %r could not be read", self.router, exc_info=read)
             if isinstance(sent, Exception):
-                _log.error("router %r could not be sent a snapshot", self.router, exc_info=sent)
+                _log.error("no snapshot could be sent to router %r", self.router, exc_info=sent)
             self._leave_group()
 
     def open_requests(self) -> list[str]:
@@ -257,7 +257,7 @@ class RouterSession:
                 raise InvalidRequest(f"id {submit.id} is in use")
             request = request_from_message(submit, engine_request_id)
             if (count := len(table.requests)) >= table.max_open:
-                raise Overloaded(f"group {table.registration.group} has {count} requests, as many as it holds")
+                raise Overloaded(f"group {table.registration.group} has {count} open requests, which is its limit")
         except CoatcheckError as error:
             self._decline(refusal_message(submit.id, submit.attempt, error), count_processed)
             return
@@ -271,7 +271,8 @@ class RouterSession:
         self._engine.submit_request(request, partial(self._refuse_request, engine_request_id), count_processed)
 
     def _decline(self, message: wire.FromGroup, count_processed: Callable[[], None]) -> None:
-        """Answer a submission that the engine does not get. The count is queued, to keep the order of submissions."""
+        """Answer a submission that does not reach the engine. The engine's thread counts the submission as processed,
+        in the order of submissions."""
         self.outbox.put_message(message)
         self._table.queued_tokens.add_submission(0)
         self._engine.call_between_steps(lambda _: count_processed())

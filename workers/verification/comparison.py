@@ -113,7 +113,7 @@ def run_whole(model: Model, sequences: Sequence[Sequence[int]]) -> list[Logits]:
 
     def run(tokens: Sequence[int]) -> Logits:
         driver = PagedDriver(model)
-        rows = model.logits(driver.hidden(driver.start(tokens, 0), len(tokens)))
+        rows = model.logits(driver.hidden(driver.add_sequence(tokens, 0), len(tokens)))
         return dict(enumerate(rows))
 
     return [run(tokens) for tokens in sequences]
@@ -124,7 +124,7 @@ def run_in_chunks(model: Model, sequences: Sequence[Sequence[int]]) -> list[Logi
     runs: list[Logits] = []
     for tokens in sequences:
         driver = PagedDriver(model)
-        running = driver.start(tokens, 0)
+        running = driver.add_sequence(tokens, 0)
         rows: dict[int, Tensor] = {}
         for count in _CHUNKS:
             n = min(count, len(tokens) - running.computed)
@@ -138,7 +138,7 @@ def run_in_chunks(model: Model, sequences: Sequence[Sequence[int]]) -> list[Logi
 def run_beside_neighbour(model: Model, sequences: Sequence[Sequence[int]]) -> Sequence[Logits]:
     """The first two sequences in the same steps. The third is not computed, and has no logits in the result."""
     driver = PagedDriver(model)
-    running = [driver.start(tokens, 0) for tokens in sequences[:2]]
+    running = [driver.add_sequence(tokens, 0) for tokens in sequences[:2]]
     rows: list[dict[int, Tensor]] = [{} for _ in sequences]
     for counts in NEIGHBOUR_STEPS:
         work = [(index, n) for index, n in enumerate(counts) if n]
@@ -152,9 +152,9 @@ def run_on_cached_prefix(model: Model, sequences: Sequence[Sequence[int]]) -> li
     """The third sequence on the cached blocks of the first, in a step with a decode of the first. A model that keeps
     states computes the third sequence whole."""
     driver = PagedDriver(model)
-    first = driver.start(sequences[0], 0)
+    first = driver.add_sequence(sequences[0], 0)
     driver.step([(first, len(first.tokens) - 1)])
-    third = driver.start(sequences[2], 0, prefix_of=first)
+    third = driver.add_sequence(sequences[2], 0, prefix_of=first)
     assert third.computed > 0 or model.spec.state_layers, "the sequences must share a full block"
     rows = driver.step([(first, 1), (third, len(third.tokens) - third.computed)])
     return [{len(first.tokens) - 1: rows[0]}, {}, {len(third.tokens) - 1: rows[1]}]

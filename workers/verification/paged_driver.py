@@ -50,7 +50,9 @@ class PagedDriver:
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(3)) + 1
         self._free: list[int] = order.tolist()
 
-    def start(self, tokens: Sequence[int], max_tokens: int, *, prefix_of: PagedSequence | None = None) -> PagedSequence:
+    def add_sequence(
+        self, tokens: Sequence[int], max_tokens: int, *, prefix_of: PagedSequence | None = None
+    ) -> PagedSequence:
         """A new sequence, with the blocks for its tokens and `max_tokens` more.
 
         `prefix_of`: a sequence whose computed full blocks the new one shares as far as the tokens are equal, as with
@@ -126,7 +128,7 @@ class PagedDriver:
     def greedy(self, prompts: list[list[int]], max_tokens: int, *, chunk: int, stagger: int = 2) -> list[list[int]]:
         """The first `max_tokens` greedy tokens of each prompt. Prompt i joins at step i * stagger, so that its prefill
         shares steps with decodes of the others. `chunk`: prompt tokens of a step."""
-        waiting = [self.start(prompt, max_tokens) for prompt in prompts]
+        waiting = [self.add_sequence(prompt, max_tokens) for prompt in prompts]
         everyone, running, step = list(waiting), list[PagedSequence](), 0
         while waiting or running:
             while waiting and step >= (len(everyone) - len(waiting)) * stagger:

@@ -87,7 +87,9 @@ def dequantised(dtype: torch.dtype) -> None:
     x, bias = torch.randn(WARM_UP_ROWS[-1], 64).to(dtype), torch.randn(300).to(dtype)
     for has_bias in (False, True):
         whole = multiply_dequantised(pack_codes(weight), x, bias if has_bias else None)
-        sliced = multiply_dequantised(pack_codes(weight), x, bias if has_bias else None, most=128 * 64 * dtype.itemsize)
+        sliced = multiply_dequantised(
+            pack_codes(weight), x, bias if has_bias else None, max_bytes=128 * 64 * dtype.itemsize
+        )
         agree(sliced, whole)
 
 

@@ -147,7 +147,7 @@ def test_a_stored_head_counts_although_config_json_ties_it(
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt])).logits[0, -1]
     driver = PagedDriver(model)
-    found = driver.step([(driver.start(prompt, 1), len(prompt))])[0]
+    found = driver.step([(driver.add_sequence(prompt, 1), len(prompt))])[0]
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 

@@ -32,7 +32,7 @@ def perplexity(model: Model, text: list[list[int]], kv_dtype: str) -> float:
     loss = 0.0
     for window in text:
         driver = PagedDriver(model, block_size=16, num_blocks=LENGTH // 16 + 2, kv_dtype=kv_dtype)
-        sequence = driver.start(window, 0)
+        sequence = driver.add_sequence(window, 0)
         hidden = torch.cat([driver.hidden(sequence, LENGTH // 4) for _ in range(4)])
         loss += F.cross_entropy(model.logits(hidden[:-1]), torch.tensor(window[1:]), reduction="sum").item()
     return math.exp(loss / len(text) / (LENGTH - 1))

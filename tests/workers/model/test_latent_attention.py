@@ -29,7 +29,7 @@ def load(path: Path, **settings: Any) -> Model:
 def logits_of(model: Model, *chunks: int, kv_dtype: str = "auto") -> torch.Tensor:
     """The logits after each chunk of PROMPT."""
     driver = PagedDriver(model, kv_dtype=kv_dtype)
-    sequence = driver.start(PROMPT, 0)
+    sequence = driver.add_sequence(PROMPT, 0)
     return torch.stack([driver.step([(sequence, n)])[0] for n in chunks])
 
 
@@ -62,7 +62,7 @@ def test_one_step_may_take_both_forms(checkpoint_directory: Path) -> None:
     """A new prompt beside a chunk over a long prefix and a decode has the logits that each has alone."""
     model = load(tiny_checkpoint("deepseek-v3", checkpoint_directory))
     driver = PagedDriver(model)
-    old, decoding, new = driver.start(PROMPT, 0), driver.start(PROMPT[:20], 0), driver.start(PROMPT[:9], 0)
+    old, decoding, new = (driver.add_sequence(PROMPT[:length], 0) for length in (len(PROMPT), 20, 9))
     driver.step([(old, 55), (decoding, 19)])
     mixed = driver.step([(old, 5), (decoding, 1), (new, 9)])
     wanted = [logits_of(model, 60)[-1], logits_of(model, 20)[-1], logits_of(model, 9)[-1]]

@@ -164,8 +164,8 @@ def test_neighbours_do_not_move_longrope(checkpoint_directory: Path) -> None:
     model = load(tiny_checkpoint("phi3-longrope", checkpoint_directory), Communicator())
     short, long = prompts_of("phi3-longrope")[0][:9], prompts_of("phi3-longrope")[0]
     driver = PagedDriver(model)
-    alone = driver.step([(driver.start(short, 1), 9)])
-    together = driver.step([(driver.start(short, 1), 9), (driver.start(long, 1), 50)])
+    alone = driver.step([(driver.add_sequence(short, 1), 9)])
+    together = driver.step([(driver.add_sequence(short, 1), 9), (driver.add_sequence(long, 1), 50)])
     torch.testing.assert_close(together[0], alone[0], rtol=0, atol=1e-5)
 
 
@@ -178,7 +178,7 @@ def test_longrope_takes_short_factors_for_a_short_limit(checkpoint_directory: Pa
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         wanted = reference(torch.tensor([prompt])).logits[0, -1]
-    torch.testing.assert_close(driver.step([(driver.start(prompt, 1), 20)])[0], wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(driver.step([(driver.add_sequence(prompt, 1), 20)])[0], wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_dynamic_rope_stretches_when_asked(checkpoint_directory: Path) -> None:
@@ -191,7 +191,7 @@ def test_dynamic_rope_stretches_when_asked(checkpoint_directory: Path) -> None:
     driver = PagedDriver(model)
     with torch.inference_mode():
         wanted = reference(torch.tensor([prompt])).logits[0, -1]
-    torch.testing.assert_close(driver.step([(driver.start(prompt, 1), 512)])[0], wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(driver.step([(driver.add_sequence(prompt, 1), 512)])[0], wanted, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2", "phi3", "olmo2"])
@@ -207,7 +207,7 @@ def test_bfloat16_rounds_no_worse_than_transformers(arch: str, checkpoint_direct
         return logits
 
     driver = PagedDriver(load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu"))
-    sequence = driver.start(prompt, 0)
+    sequence = driver.add_sequence(prompt, 0)
     ours = torch.stack([driver.step([(sequence, 1)])[0] for _ in prompt])
     exact = reference(torch.float32)
     assert (ours - exact).square().mean() < 1.5 * (reference(torch.bfloat16) - exact).square().mean()

@@ -23,7 +23,7 @@ PROMPT = torch.randint(3, VOCAB, (50,), generator=torch.Generator().manual_seed(
 def logits_of(path: Path, communicator: Communicator) -> torch.Tensor:
     """The logits after two chunks and after a decode."""
     driver = PagedDriver(load_model(path, communicator=communicator, dtype="float32", device="cpu"))
-    sequence = driver.start(PROMPT, 1)
+    sequence = driver.add_sequence(PROMPT, 1)
     return torch.stack([driver.step([(sequence, n)])[0] for n in (20, 29, 1)])
 
 

@@ -112,7 +112,7 @@ def test_tokens_of_experts_are_counted_where_layers_have_different_numbers(
     ]
     for model in models:
         driver = PagedDriver(model)
-        driver.step([(driver.start(PROMPT, 0), len(PROMPT))])
+        driver.step([(driver.add_sequence(PROMPT, 0), len(PROMPT))])
     four, six = (model.expert_tokens() for model in models)
     assert (len(four), len(six)) == (4, 6)
     assert any(four) and any(six)

@@ -79,9 +79,9 @@ def run_models(communicator: Communicator, paths: list[Path]) -> list[dict[str, 
             "mixed": driver.greedy(PROMPTS, MAX_TOKENS, chunk=16),
             "whole": driver.greedy(PROMPTS, MAX_TOKENS, chunk=64),
         }
-        first = driver.start(PROMPTS[0], 0)
+        first = driver.add_sequence(PROMPTS[0], 0)
         cold = driver.step([(first, len(PROMPTS[0]))])[0]
-        again = driver.start(PROMPTS[0], 0, prefix_of=first)
+        again = driver.add_sequence(PROMPTS[0], 0, prefix_of=first)
         outcome["computed"] = again.computed
         warm = driver.step([(again, len(PROMPTS[0]) - again.computed)])[0]
         outcome["cached"] = float((warm - cold).abs().max())

@@ -130,7 +130,7 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 def _our_logits(driver: PagedDriver) -> torch.Tensor:
-    sequence = driver.start(_PROMPT, 1)
+    sequence = driver.add_sequence(_PROMPT, 1)
     return driver.step([(sequence, len(_PROMPT))])[0]
 
 

@@ -217,7 +217,7 @@ async def test_a_group_refuses_more_than_max_open_requests() -> None:
                 refused = (await router.next("refused")).refused
                 assert (refused.id, refused.attempt) == (9, 4)
                 assert refused.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
-                assert refused.message == "group g has 3 requests, as many as it holds"
+                assert refused.message == "group g has 3 open requests, which is its limit"
             await other.send(abort=wire.Abort(id=1))
             await other.submit(3, [5, 6, 7], max_tokens=30)
             assert (3, 0) in await other.answer()  # after tokens of the aborted request
