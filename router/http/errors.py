@@ -38,7 +38,7 @@ LONE_SURROGATE: Final = "a text has a lone surrogate, which is not a character; 
 _TYPES: Final = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
                  404: "not_found_error", 405: "invalid_request_error", 408: "invalid_request_error",
                  413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
-                 431: "invalid_request_error"}  # fmt: skip
+                 431: "invalid_request_error", 501: "invalid_request_error"}  # fmt: skip
 _ANTHROPIC_TYPES: Final = {**_TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 # OpenAI's error codes; its clients tell errors apart by them.
 _CODES: Final = {NotFound: "model_not_found", ContextLengthExceeded: "context_length_exceeded"}
@@ -52,7 +52,7 @@ _PROMPT_FIELDS: Final = {
 # gRPC's codes of refusals without an exception, by HTTP status; any other status is INVALID_ARGUMENT.
 _CODE_OF_STATUS: Final = {403: GrpcCode.PERMISSION_DENIED, 404: GrpcCode.UNIMPLEMENTED, 405: GrpcCode.UNIMPLEMENTED,
                           408: GrpcCode.DEADLINE_EXCEEDED, 413: GrpcCode.RESOURCE_EXHAUSTED,
-                          503: GrpcCode.UNAVAILABLE}  # fmt: skip
+                          501: GrpcCode.UNIMPLEMENTED, 503: GrpcCode.UNAVAILABLE}  # fmt: skip
 # The HTTP status of a code in the Connect protocol, where it differs from the status in other APIs.
 _CONNECT_STATUS: Final = {GrpcCode.ABORTED: 409, GrpcCode.FAILED_PRECONDITION: 400}
 # A message may quote input of any length.

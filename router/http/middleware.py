@@ -219,6 +219,13 @@ class BodyLimitMiddleware:
             message = f"content-encoding is {encoding[:40]!r}; send the body uncompressed"
             await respond_unread(scope, receive, send, error_response(report_refusal(415, message), scope["path"]))
             return
+        codings = ",".join(headers.getlist("transfer-encoding"))
+        if {coding.strip().lower() for coding in codings.split(",")} - {"", "chunked"}:
+            # 501: RFC 9112, 6.1. The parser removes only the chunks, and refuses a body whose last coding is another.
+            self._metrics.record_refusal("compressed_body")
+            message = f"transfer-encoding is {codings[:40]!r}; send the body uncompressed, with chunked alone"
+            await respond_unread(scope, receive, send, error_response(report_refusal(501, message), scope["path"]))
+            return
         received, values, has_more = 0, 0, True
         refusal: ErrorReport | None = None
         deadline = asyncio.get_running_loop().time() + self._body_seconds

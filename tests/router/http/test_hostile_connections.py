@@ -101,6 +101,28 @@ async def test_nobody_is_waited_for_without_end(
     assert [reason for reason, count in refused.items() if count] == ([counted] if counted else [])
 
 
+@pytest.mark.parametrize(
+    ("codings", "status"),
+    [
+        ("chunked", 200), ("Chunked", 200), (", chunked", 200), ("gzip, chunked", 501), ("GZip , chunked", 501),
+        ("gzip\r\ntransfer-encoding: chunked", 501), ("x, chunked", 501), ("identity, chunked", 501), ("gzip", 400),
+        ("chunked, gzip", 400), ("chunked, chunked", 400),
+    ],
+)  # fmt: skip
+async def test_a_body_is_never_read_with_a_transfer_coding_left_on_it(
+    speak: Speak, counts: CollectorRegistry, codings: str, status: int
+) -> None:
+    """A transfer coding below the chunks is refused with 501, as RFC 9112 has it, and one above them with 400."""
+    body = b"3\r\nabc\r\n0\r\n\r\n"
+    said = await speak(
+        f"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding: {codings}\r\n\r\n".encode() + body
+    )
+    assert said.startswith(b"HTTP/1.1 %d " % status) and said.endswith(b"POST abc") == (status == 200)
+    if status == 501:
+        assert b"; send the body uncompressed" in said
+        assert counts.get_sample_value("coatcheck_refusals_total", {"reason": "compressed_body"}) == 1
+
+
 @pytest.mark.parametrize(("head", "status"), [("content-length: 99999999", 413), ("content-encoding: gzip", 415)])
 async def test_a_client_that_asks_first_is_not_told_to_send_a_body_that_is_refused(
     speak: Speak, head: str, status: int
