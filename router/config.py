@@ -64,7 +64,7 @@ class RouterConfig:
     cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the HTTP API; "*" for any
     root_path: str = ""  # the path at which a proxy serves the HTTP API, such as /llm; requests may begin with it
     enable_force_include_usage: bool = False  # every chunk of a stream has the usage so far
-    enable_per_request_metrics: bool = False  # responses of chats and completions have their own timings
+    enable_per_request_metrics: bool = False  # responses have the timings of their request
     trust_request_chat_template: bool = False  # requests may bring their own chat template
     enable_tokenizer_info_endpoint: bool = False  # GET /tokenizer_info
     insecure: bool = False  # requests without credentials are accepted, whatever host they name

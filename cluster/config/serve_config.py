@@ -254,7 +254,10 @@ class ServeConfig(Settings):
         False,
     )
     enable_per_request_metrics: bool = setting(
-        "Router", "Responses of chats and completions have the timings of their request, as the field metrics.", False
+        "Router",
+        "Responses of chats, of completions and of /v1/responses have the timings of their request, as the field "
+        "metrics.",
+        False,
     )
     router_resource: NonEmpty | None = setting(
         "Router", "A Ray resource. The router runs only on nodes that have it.", None, in_words="any node"

@@ -180,26 +180,30 @@ class OpenAIResponse(ABC):
         self._timings.append(final.timings)
 
     def _metrics(self) -> dict[str, Any]:
-        """The field `metrics`, in vLLM's form, if the server shows it. It is null for several choices."""
+        """The field `metrics` if the server shows it. It is null for several choices."""
         if not self._head.shows_metrics:
             return {}
         if not self._is_one_choice or not self._timings:
             return {"metrics": None}
-        timings, tokens = self._timings[0], self._usages[0].completion_tokens
-        first, rest = timings.first_token_seconds, timings.generation_seconds
-        metrics = {
-            "time_to_first_token_ms": first * 1000,
-            "generation_time_ms": rest * 1000,
-            "queue_time_ms": timings.queue_seconds * 1000,
-            "mean_itl_ms": rest * 1000 / (tokens - 1) if tokens > 1 else None,
-            "tokens_per_second": tokens / (first + rest) if first + rest else None,
-        }
-        return {"metrics": {name: value and round(value, 3) for name, value in metrics.items()}}
+        return {"metrics": timing_metrics(self._timings[0], self._usages[0])}
 
     def _usage(self) -> dict[str, Any]:
         """The `usage` of the response, summed over its prompts."""
         cached = sum(usage.cached_device_tokens + usage.cached_host_tokens for usage in self._usages)
         return {**_token_counts(self._usages), "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def timing_metrics(timings: Timings, usage: Usage) -> dict[str, float | None]:
+    """The field `metrics` of a response with one choice, in vLLM's form."""
+    tokens, first, rest = usage.completion_tokens, timings.first_token_seconds, timings.generation_seconds
+    metrics = {
+        "time_to_first_token_ms": first * 1000,
+        "generation_time_ms": rest * 1000,
+        "queue_time_ms": timings.queue_seconds * 1000,
+        "mean_itl_ms": rest * 1000 / (tokens - 1) if tokens > 1 else None,
+        "tokens_per_second": tokens / (first + rest) if first + rest else None,
+    }
+    return {name: value and round(value, 3) for name, value in metrics.items()}
 
 
 def _token_counts(usages: Sequence[Usage]) -> dict[str, int]:

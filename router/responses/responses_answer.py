@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_LENGTH, Delta, GenerateEvent, GenerateResponse, Usage
+from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_LENGTH, Delta, GenerateEvent, GenerateResponse
+from coatcheck.proto.stubs.coatcheck_pb2 import Final as FinalEvent
 from coatcheck.router.http.errors import report_error
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
-from coatcheck.router.openai.response_parts import ResponseHead
+from coatcheck.router.openai.response_parts import ResponseHead, timing_metrics
 from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan, ReasoningCounter
 from coatcheck.router.parsing.parts import Part, Reasoning, ToolCallDelta
 from coatcheck.router.responses.text_logprobs import Logprobs, TextLogprobs
@@ -64,7 +65,7 @@ class ResponsesAnswer:
         self._on_end = on_end
         self._items: list[_OutputItem] = []
         self._was_cut = False
-        self._usage = Usage()
+        self._final = FinalEvent()
         self._sequence = 0
 
     def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
@@ -73,7 +74,7 @@ class ResponsesAnswer:
         for part, logprobs in self._parse(choice, is_last=True):
             self._add(part, logprobs)
         self._was_cut = choice.finish_reason == FINISH_REASON_LENGTH
-        self._usage = response.final.usage
+        self._final = response.final
         return self._finish()
 
     def count_values(self, responses: Sequence[GenerateResponse]) -> int:
@@ -91,7 +92,7 @@ class ResponsesAnswer:
                 self._was_cut = event.delta.finish_reason == FINISH_REASON_LENGTH
                 return b"".join(self._part_events(part, logprobs) for part, logprobs in parsed)
             case "final":
-                self._usage = event.final.usage
+                self._final = event.final
         return b""
 
     def make_end(self) -> bytes:
@@ -233,11 +234,13 @@ class ResponsesAnswer:
             self._item(index, part, status) for index, (part, status) in enumerate(zip(parts, statuses, strict=False))
         ]
         response["usage"] = self._usage_fields()
+        if self._head.shows_metrics:
+            response["metrics"] = timing_metrics(self._final.timings, self._final.usage)
         self._on_end(response, parts)
         return response
 
     def _usage_fields(self) -> dict[str, Any]:
-        usage = self._usage
+        usage = self._final.usage
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
