@@ -12,7 +12,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from llguidance import StructTag
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from coatcheck.proto.errors import InvalidParameter, InvalidRequest
 from coatcheck.proto.grammar import JSON_STYLE, Grammar, GrammarRefused
@@ -75,6 +75,8 @@ _MAX_FIELDS: Final = 2048
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]  # strict: refuses true and 5.0
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 CountOrAll = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: all tokens of the vocabulary
+# Max tokens of the reasoning. -1, vLLM's value for no limit, becomes None.
+ReasoningTokens = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda count: None if count == -1 else count)]
 
 
 class RequestBody(BaseModel):
@@ -246,7 +248,7 @@ class SamplingFields(RequestBody):
     bad_words: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
     # vLLM's name comes second, and Qwen's third.
     max_reasoning_tokens: Annotated[
-        Count | None,
+        ReasoningTokens | None,
         Field(validation_alias=AliasChoices("max_reasoning_tokens", "thinking_token_budget", "thinking_budget")),
     ] = None
     structured_outputs: StructuredOutputs | None = None

@@ -10,7 +10,7 @@ from coatcheck.proto.sampling import MAX_LOGPROBS
 from coatcheck.router.event_loop.message_limits import MAX_MESSAGES, MAX_TOOLS
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.request_body import validate_fields
-from coatcheck.router.openai.sampling_fields import IGNORED_FIELDS, Count, RequestBody, TokenId
+from coatcheck.router.openai.sampling_fields import IGNORED_FIELDS, Count, ReasoningTokens, RequestBody, TokenId
 from coatcheck.router.responses.input_items import ChatFields, InputItem, with_instructions
 from coatcheck.router.responses.responses_tools import (
     HostedTool,
@@ -124,7 +124,7 @@ class ResponsesRequest(RequestBody):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    max_reasoning_tokens: Count | None = None
+    max_reasoning_tokens: ReasoningTokens | None = None
     include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     session_id: str = ""

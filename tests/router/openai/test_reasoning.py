@@ -179,7 +179,7 @@ async def test_a_limit_on_reasoning_reaches_the_group(
     start_http_router: StartHttpRouter, thinker: TokenizerJson
 ) -> None:
     """Groups get the limit in tokens of the markers: after a start marker unless the prompt has opened the reasoning,
-    and none if the prompt has closed it. Every API has a name for the limit."""
+    and none if the prompt has closed it. Every API has a name for the limit. -1 means no limit, as in vLLM."""
     group = saying("yes")
     router = await start_http_router(group, tokenizer=thinker)
     start, end = (tuple(thinker.encode(marker, False)) for marker in ("<think>", "</think>"))
@@ -198,6 +198,13 @@ async def test_a_limit_on_reasoning_reaches_the_group(
     assert sent() is None
     await create(**asked)
     assert sent() is None
+    for name in ("max_reasoning_tokens", "thinking_token_budget", "thinking_budget"):
+        await create(**asked, extra_body={name: -1})
+        assert sent() is None
+        error = await router.expect_refusal("/v1/chat/completions", {**asked, name: -2})
+        assert error["param"] == name and "-1" in error["message"], error
+    status, _, text = await router.request("POST", "/v1/responses", {"input": "hello", "max_reasoning_tokens": -1})
+    assert (status, sent()) == (200, None), text
     for prompt, opening in (("a<think>b", ()), ("<think>a</think>b", start)):
         await router.openai.completions.create(model="tiny", prompt=prompt, extra_body={"max_reasoning_tokens": 0})
         assert sent() == ReasoningLimit(0, opening, end)
