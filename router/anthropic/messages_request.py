@@ -303,6 +303,10 @@ class _Chat(ChatRequest):
             "response_format.json_schema.schema": "output_config.format.schema",
         }
 
+    def schema_field(self, index: int) -> str:
+        """See ChatRequest."""
+        return f"tools[{index}].input_schema"
+
 
 def _join(content: str | Sequence[ShownBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)

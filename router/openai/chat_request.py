@@ -11,6 +11,7 @@ from coatcheck.proto.errors import InvalidParameter, InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall
 from coatcheck.router.event_loop.message_limits import MAX_MESSAGES, MAX_TOOLS
+from coatcheck.router.http.errors import InvalidBody
 from coatcheck.router.openai.sampling_fields import Count, CountOrAll, RequestBody, SamplingFields
 from coatcheck.router.openai.tools import (
     AllowedTools,
@@ -22,7 +23,7 @@ from coatcheck.router.openai.tools import (
 )
 from coatcheck.router.parsing.output_parser import ParsingPlan, ToolMode
 from coatcheck.router.text.reasoning_variables import ReasoningSettings, ReasoningVariables
-from coatcheck.router.tool_grammars.call_grammar import named_call_grammar, required_calls_grammar
+from coatcheck.router.tool_grammars.call_grammar import UnenforcedParameters, named_call_grammar, required_calls_grammar
 from coatcheck.router.tool_grammars.input_grammar import INPUT, CustomFunction, check_definitions
 from coatcheck.router.tool_grammars.strict_calls import strict_calls_grammar
 
@@ -339,25 +340,35 @@ class ChatRequest(SamplingFields):
             raise InvalidParameter("tool_choice", f"names {self.named_function[:80]!r}, which is not among the tools")
         if not constrained:
             return replace(grammar, prefix=prefix) if grammar is not None else None
-        check_definitions(constrained)
         if grammar is not None and self.tool_mode == "auto":
             raise InvalidRequest(
                 "structured output cannot be combined with strict tool calls, or with custom tools that have a "
                 "grammar; keep one of them"
             )
         # An answer of required calls alone has no content that could have the structure.
-        if self.tool_mode == "named":
-            return named_call_grammar(constrained[0], prefix)
-        if self.tool_mode == "required":
-            return required_calls_grammar(constrained, self.parallel_tool_calls, prefix)
-        functions = [tool.function for tool in self.offered_tools]
-        return strict_calls_grammar(functions, plan.output_format.tool_format, special_ids, prefix)
+        try:
+            check_definitions(constrained)
+            if self.tool_mode == "named":
+                return named_call_grammar(constrained[0], prefix)
+            if self.tool_mode == "required":
+                return required_calls_grammar(constrained, self.parallel_tool_calls, prefix)
+            functions = [tool.function for tool in self.offered_tools]
+            return strict_calls_grammar(functions, plan.output_format.tool_format, special_ids, prefix)
+        except UnenforcedParameters as error:
+            paths = {function.name: path for path, function in self.constrained_functions()}
+            raise InvalidBody(str(error), paths[error.function_name]) from None
+        except InvalidRequest as error:
+            raise InvalidBody(str(error), "tools") from None
+
+    def schema_field(self, index: int) -> str:
+        """The field of the body that constrains the calls of tool number `index`."""
+        return f"tools[{index}].{self.tools[index].schema_path}"
 
     def constrained_functions(self) -> list[tuple[str, Function | CustomFunction]]:
         """(path of the schema in the body, function) of the functions whose schemas are part of the grammar."""
         offered = {tool.function.name for tool in self.offered_tools}
         tools = [(index, tool) for index, tool in enumerate(self.tools) if tool.function.name in offered]
-        found = [(f"tools[{index}].{tool.schema_path}", tool.function) for index, tool in tools]
+        found = [(self.schema_field(index), tool.function) for index, tool in tools]
         match self.tool_mode:
             case "none":
                 return []

@@ -9,10 +9,11 @@ from typing import Any, Final
 from fastapi import Request
 from starlette.responses import Response
 
-from coatcheck.proto.errors import InvalidParameter, InvalidRequest
+from coatcheck.proto.errors import InvalidParameter
 from coatcheck.proto.grammar import GrammarRefused
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, TokenizeRequest
 from coatcheck.router.event_loop.grammar_validator import TAKES_LONG
+from coatcheck.router.http.errors import InvalidBody
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.request_body import in_thread_if_long
@@ -137,7 +138,7 @@ class ChatRunner:
 
     async def _explain_refused_schemas(
         self, functions: list[tuple[str, Function | CustomFunction]], refused: GrammarRefused
-    ) -> InvalidRequest:
+    ) -> InvalidBody:
         """An error that names the first function whose own schema is refused, or, if there is none, the reason for the
         schemas together. `functions`: see ChatRequest.constrained_functions."""
         for path, function in functions if not refused.reason.startswith(TAKES_LONG) else ():
@@ -148,11 +149,12 @@ class ChatRunner:
                 change = "this schema, or set tool_choice to auto and remove strict"
                 if custom is not None:
                     change = "this grammar, or set the format of the tool to text"
-                return InvalidRequest(
-                    f"{path}, of {function.name!r}, cannot be enforced: {error.reason}; change {change}"
+                return InvalidBody(
+                    f"{path}, of {function.name!r}, cannot be enforced: {error.reason}; change {change}", path
                 )
         reason = _QUOTED_LINE.split(refused.reason)[0]
-        return InvalidRequest(
+        return InvalidBody(
             f"the schemas of {len(functions)} tools together cannot be enforced: {reason}; send fewer tools, or "
-            "simpler schemas"
+            "simpler schemas",
+            "tools",
         )

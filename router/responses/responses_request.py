@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from coatcheck.proto.errors import InvalidParameter
 from coatcheck.proto.sampling import MAX_LOGPROBS
@@ -17,6 +17,7 @@ from coatcheck.router.responses.responses_tools import (
     ResponsesTool,
     flat_name,
     names_in_namespaces,
+    schema_fields,
     to_chat_tools,
 )
 
@@ -172,7 +173,9 @@ class ResponsesRequest(RequestBody):
             fields["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
         elif form is not None:
             fields["response_format"] = {"type": form.type}
-        return validate_fields(_Chat, fields)
+        chat = validate_fields(_Chat, fields)
+        chat._schema_fields = schema_fields(self.tools)
+        return chat
 
     def settings(self) -> dict[str, Any]:
         """The fields of the response object that repeat the request."""
@@ -222,6 +225,8 @@ _PASSED_ON: Final = (
 
 
 class _Chat(ChatRequest):
+    _schema_fields: list[str] = PrivateAttr(default_factory=list)  # of the tools, as the body has them
+
     @property
     def sent_names(self) -> dict[str, str]:
         """See SamplingFields."""
@@ -230,3 +235,7 @@ class _Chat(ChatRequest):
             "logprobs": "top_logprobs",
             "response_format.json_schema.schema": "text.format.schema",
         }
+
+    def schema_field(self, index: int) -> str:
+        """See ChatRequest."""
+        return self._schema_fields[index]

@@ -96,6 +96,18 @@ def to_chat_tools(tools: Sequence[ResponsesTool]) -> list[dict[str, Any]]:
     return found
 
 
+def schema_fields(tools: Sequence[ResponsesTool]) -> list[str]:
+    """For each tool of to_chat_tools: the field of the body that constrains its calls."""
+    found = []
+    for index, tool in enumerate(tools):
+        match tool:
+            case FunctionTool() | CustomToolParam():
+                found.append(f"tools[{index}].{_schema_field(tool)}")
+            case NamespaceTool():
+                found += [f"tools[{index}].tools[{at}].{_schema_field(one)}" for at, one in enumerate(tool.tools)]
+    return found
+
+
 def names_in_namespaces(tools: Sequence[ResponsesTool]) -> dict[str, tuple[str, str]]:
     """For each tool in a namespace: the name that the model sees -> (namespace, name)."""
     return {
@@ -104,6 +116,10 @@ def names_in_namespaces(tools: Sequence[ResponsesTool]) -> dict[str, tuple[str, 
         if isinstance(tool, NamespaceTool)
         for one in tool.tools
     }
+
+
+def _schema_field(tool: FunctionTool | CustomToolParam) -> str:
+    return "parameters" if isinstance(tool, FunctionTool) else "format"
 
 
 def _chat_tool(tool: FunctionTool | CustomToolParam, name: str) -> dict[str, Any]:

@@ -32,6 +32,18 @@ class FunctionSchema(Protocol):
     def strict(self) -> bool | None: ...
 
 
+class UnenforcedParameters(InvalidRequest):
+    """The parameters of a strict function have something that this model's format of calls cannot enforce. `problem`:
+    what they have, in words."""
+
+    def __init__(self, function_name: str, problem: str) -> None:
+        super().__init__(
+            f"the parameters of the strict function {function_name!r} have {problem}, which this model's format of "
+            "calls cannot enforce; set tool_choice to 'required' or to this function, or remove strict"
+        )
+        self.function_name = function_name
+
+
 def named_call_grammar(function: FunctionSchema, prefix: str = "") -> Grammar:
     """Only the arguments of `function`. `prefix`: rules for what an answer may have before, such as reasoning. Raises
     InvalidRequest for a grammar of an input that cannot be enforced."""

@@ -10,9 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from coatcheck.proto.errors import InvalidRequest
 from coatcheck.router.parsing.gemma_tool_parser import END, QUOTE, START
-from coatcheck.router.tool_grammars.call_grammar import FunctionSchema
+from coatcheck.router.tool_grammars.call_grammar import FunctionSchema, UnenforcedParameters
 from coatcheck.router.tool_grammars.input_grammar import INPUT, CustomFunction
 from coatcheck.router.tool_grammars.properties import (
     NOTES,
@@ -39,7 +38,7 @@ _ANY_RULES: Final = {
 
 
 def gemma_calls(functions: Sequence[FunctionSchema], rules: Rules) -> str:
-    """The body of the start rule: text with calls in it. Raises InvalidRequest for a schema that cannot be enforced."""
+    """The body of the start rule: text with calls in it. Raises UnenforcedParameters."""
     rules.rule("any_string", f"{rules.marker(QUOTE)} {rules.text_until('any_text', QUOTE)}")
     for name, body in _ANY_RULES.items():
         rules.rule(name, body)
@@ -94,7 +93,7 @@ class _Values:
         if not isinstance(given, dict):
             if given is True:
                 return "any_value"
-            raise self._refusal("a part that is no schema")
+            raise UnenforcedParameters(self._function.name, "a part that is no schema")
         schema = resolve_reference(given, self._parameters)
         if id(schema) not in self._values:
             name = self._values[id(schema)] = f"value_{self._index}_{len(self._values)}"
@@ -116,7 +115,7 @@ class _Values:
             bodies = [self._body({**schema, "type": one}, f"{name}_{place}") for place, one in enumerate(kinds)]
             return " | ".join(f"({body})" for body in bodies)
         if not isinstance(kind, str | None):
-            raise self._refusal("a type that is neither a name nor a list of names")
+            raise UnenforcedParameters(self._function.name, "a type that is neither a name nor a list of names")
         if kind == "string":
             return "any_string"
         if kind in _SCALARS:
@@ -128,13 +127,15 @@ class _Values:
         if not schema.keys() - set(NOTES):
             return "any_value"
         others = sorted(schema.keys() - {"type", *NOTES})
-        raise self._refusal(f"{others[0]!r} in a part of type {kind!r}" if others else f"the type {kind!r}")
+        raise UnenforcedParameters(
+            self._function.name, f"{others[0]!r} in a part of type {kind!r}" if others else f"the type {kind!r}"
+        )
 
     def _array(self, schema: dict[str, Any]) -> str:
         item = self._value(schema.get("items", True))
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if not _is_count(least) or not (most is None or _is_count(most)):
-            raise self._refusal("a number of items that is no integer of at least 0")
+            raise UnenforcedParameters(self._function.name, "a number of items that is no integer of at least 0")
         if most == 0:
             return '"[" "]"'
         more = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
@@ -145,7 +146,7 @@ class _Values:
         if "properties" in schema:
             properties = nested_properties(schema, self._definitions, _NAMES)
             if properties is None:
-                raise self._refusal("wrong names, 'properties' or 'required' in an object")
+                raise UnenforcedParameters(self._function.name, "wrong names, 'properties' or 'required' in an object")
             pairs = self._pairs(properties, name)
         elif others is False:
             pairs = ""
@@ -158,14 +159,8 @@ class _Values:
         if isinstance(value, str):
             return f"{self._rules.marker(QUOTE)} {quote(value)} {self._rules.marker(QUOTE)}"
         if isinstance(value, dict | list):
-            raise self._refusal("an object or a list in an enum")
+            raise UnenforcedParameters(self._function.name, "an object or a list in an enum")
         return quote(json.dumps(value))
-
-    def _refusal(self, problem: str) -> InvalidRequest:
-        return InvalidRequest(
-            f"the parameters of the strict function {self._function.name!r} have {problem}, which this model's format "
-            "of calls cannot enforce; set tool_choice to 'required' or to this function, or remove strict"
-        )
 
 
 def _is_count(value: object) -> bool:

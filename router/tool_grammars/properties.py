@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coatcheck.proto.errors import InvalidRequest
-from coatcheck.router.tool_grammars.call_grammar import FunctionSchema, schema_document
+from coatcheck.router.tool_grammars.call_grammar import FunctionSchema, UnenforcedParameters, schema_document
 
 _DEFINITIONS: Final = ("$defs", "definitions")
 # What may be at the root of a schema whose properties are enforced one by one.
@@ -36,17 +36,14 @@ class Property:
 
 def properties_of(function: FunctionSchema, names: re.Pattern[str]) -> list[Property] | None:
     """The properties in the order of the schema; None if any arguments are allowed. `names`: what matches the names
-    that the format can write. Raises InvalidRequest for a strict function whose schema cannot be taken apart."""
+    that the format can write. Raises UnenforcedParameters for a strict function whose schema cannot be taken apart."""
     schema = function.parameters or {}
     if not function.strict:
         return None
     properties = schema.get("properties", {})
     problem = _find_problem(schema, properties, names) or _find_far_reference(schema)
     if problem:
-        raise InvalidRequest(
-            f"the parameters of the strict function {function.name!r} have {problem}, which this model's format of "
-            "calls cannot enforce; set tool_choice to 'required' or to this function, or remove strict"
-        )
+        raise UnenforcedParameters(function.name, problem)
     if "properties" not in schema and schema.get("additionalProperties") is not False:
         return None
     return _split(schema, definitions_of(schema))

@@ -336,3 +336,22 @@ async def test_the_client_runs_tools(start_http_router: StartHttpRouter, model: 
         "POST", "/v1/messages", {"model": "tiny", "max_tokens": 5, "messages": HELLO, "thread": {"type": "create"}}
     )
     assert status == 400 and json.loads(text)["error"]["details"]["error_code"] == "thread_unsupported_request"
+
+
+async def test_a_schema_that_cannot_be_enforced_is_named_as_in_the_body(
+    start_http_router: StartHttpRouter, model: TokenizerJson
+) -> None:
+    """The error's message begins with the field of the Messages API."""
+    group = FakeGroup()
+    router = await start_http_router(group, tokenizer=model)
+    wrong = {"name": "clock", "input_schema": {"type": "nothing"}}
+    body = {
+        "model": "tiny",
+        "max_tokens": 9,
+        "messages": HELLO,
+        "tools": [{"name": "a", "input_schema": {}}, wrong],
+        "tool_choice": {"type": "any"},
+    }
+    error = await router.expect_refusal("/v1/messages", body)
+    assert error["message"].startswith("tools[1].input_schema, of 'clock', cannot be enforced"), error
+    assert not group.submits

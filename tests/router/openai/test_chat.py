@@ -217,6 +217,28 @@ async def test_a_schema_that_cannot_be_kept_to_is_named(
             "tools[1].function.parameters, of 'clock', cannot be enforced: Invalid type: nothing, at "
             "#/properties/at/anyOf/1; change this schema, or set tool_choice to auto and remove strict"
         )
+        assert error["param"] == "tools[1].function.parameters"
+    assert not group.submits
+
+
+@pytest.mark.parametrize(
+    ("tool_parser", "parameters", "words"),
+    [
+        ("qwen3_coder", {"type": "object", "anyOf": []}, "have 'anyOf' at their root"),
+        ("gemma4", {"properties": {"x": {"type": "none"}}}, "have the type 'none'"),
+        ("hermes", {"properties": {"x": {"enum": ["a" * 300_000]}}}, "bytes as a grammar"),
+    ],
+)
+async def test_a_schema_that_its_format_cannot_enforce_is_named(
+    start_http_router: StartHttpRouter, tool_model: TokenizerJson, tool_parser: str, parameters: object, words: str
+) -> None:
+    """The error's param is the field of the schema, or the tools if all schemas together are too long."""
+    group = saying("no call")
+    router = await start_http_router(group, tokenizer=tool_model, tool_parser=tool_parser)
+    clock = {"type": "function", "function": {"name": "clock", "parameters": parameters, "strict": True}}
+    error = await router.expect_refusal("/v1/chat/completions", {"messages": HELLO, "tools": [WEATHER, clock]})
+    assert words in error["message"]
+    assert error["param"] == ("tools" if tool_parser == "hermes" else "tools[1].function.parameters")
     assert not group.submits
 
 
@@ -231,7 +253,7 @@ async def test_schemas_that_take_too_long_are_counted(
     body = {"messages": HELLO, "tools": tools, "tool_choice": "required"}
     error = await router.expect_refusal("/v1/chat/completions", body)
     assert error["message"].startswith("the schemas of 2 tools together cannot be enforced: it takes")
-    assert "%json" not in error["message"]
+    assert "%json" not in error["message"] and error["param"] == "tools"
 
 
 class Place(BaseModel):

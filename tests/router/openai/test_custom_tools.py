@@ -179,6 +179,8 @@ async def test_what_is_not_served_is_refused(start_http_router: StartHttpRouter,
         body = {"model": "tiny", "messages": HELLO, **changes}
         error = await router.expect_refusal("/v1/chat/completions", body)
         assert words in error["message"], (case, error)
+        if words == WHERE:
+            assert error["param"] == "tools[0].custom.format.grammar"
     assert not group.submits
     with pytest.raises(openai.BadRequestError, match="input is missing"):
         call: Any = {"id": "c", "type": "custom", "custom": {"name": "patch"}}

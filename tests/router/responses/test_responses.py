@@ -337,6 +337,26 @@ AGENT_TOOLS: list[Any] = [
 ]
 
 
+@pytest.mark.parametrize(("tools", "field"), [
+    ([WEATHER], "tools[1].parameters"),
+    ([{"type": "web_search"}], "tools[1].parameters"),
+    (None, "tools[0].tools[1].parameters"),
+])  # fmt: skip
+async def test_a_schema_that_cannot_be_enforced_is_named_as_in_the_body(
+    start_http_router: StartHttpRouter, model: TokenizerJson, tools: list[Any] | None, field: str
+) -> None:
+    """The error names the field of the Responses API, within a namespace too, and counts hosted tools."""
+    group = FakeGroup()
+    router = await start_http_router(group, tokenizer=model)
+    wrong = {"type": "function", "name": "clock", "parameters": {"type": "nothing"}}
+    body = {"input": "hello", "tool_choice": "required", "tools": [*(tools or ()), wrong]}
+    if tools is None:
+        body["tools"] = [{"type": "namespace", "name": "mcp", "tools": [WEATHER, wrong]}]
+    error = await router.expect_refusal("/v1/responses", body)
+    assert error["param"] == field and error["message"].startswith(f"{field}, of "), error
+    assert not group.submits
+
+
 async def test_tools_in_a_namespace(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
     """The model sees the namespace within the name. Calls have them apart, and so may the history and the choice."""
     called = CALL.replace("weather", "mcp__weather")
