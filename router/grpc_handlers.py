@@ -23,6 +23,7 @@ from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
 from coatcheck.router.access.authenticator import Authenticator
 from coatcheck.router.access.tenant import Scope, Tenant
+from coatcheck.router.config import MESSAGE_BYTES
 from coatcheck.router.event_loop.message_limits import check_bytes, parse_message
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.errors import grpc_status, report_error
@@ -149,13 +150,17 @@ class GrpcHandlers:
         try:
             data = await anext(messages)
         except StopAsyncIteration:
-            raise InvalidRequest("the call ended without its message; send one") from None
+            # gRPC reports a message that is too long, also when it is uncompressed, as the end of the call.
+            raise InvalidRequest(
+                f"the call ended without a whole message of at most {MESSAGE_BYTES} bytes uncompressed; send one"
+            ) from None
         if len(data) > _LONG_MESSAGE_BYTES:
             await self._side.run(check_bytes, kind, data)
         return parse_message(kind, data)
 
     async def _write(self, context: Context, event: Message) -> None:
-        """Waits until gRPC has taken the event; raises SlowReader after slow_reader_seconds."""
+        """Waits until gRPC has taken the event; raises SlowReader after slow_reader_seconds, and CancelledError if the
+        client has gone."""
         try:
             async with asyncio.timeout(self._slow_reader_seconds):
                 await context.write(event.SerializeToString())
@@ -164,6 +169,8 @@ class GrpcHandlers:
                 f"nothing was read from this stream for {self._slow_reader_seconds:g} s; read it as it comes, or ask "
                 "for less"
             ) from None
+        except grpc.aio.InternalError:  # gRPC cancels this task too, but only later
+            raise asyncio.CancelledError from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ from coatcheck.router.telemetry.traffic import Traffic
 from coatcheck.router.text.tokenizer import TokenizerJson, find_files
 
 _log = logging.getLogger(__name__)
+MAX_STREAMS: Final = 512  # of one gRPC connection
 _GRPC_OPTIONS: Final = [
     ("grpc.so_reuseport", 0),  # a port in use is an error
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -68,6 +69,15 @@ _GRPC_OPTIONS: Final = [
     # Clients on long quiet streams may send a keepalive ping every ten seconds.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # gRPC itself sets no limit. It keeps a stream until the handler of its call has run, even if the client has reset
+    # it, and needs a megabyte for a head of 12,000 bytes that are references into HPACK's table. Without the limit one
+    # connection that sent such heads took 2.4 GB in 9 s, and calls of other clients were cancelled. A client's library
+    # lets further calls wait.
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    # Calls that wait for the event loop. Beyond 1,000 gRPC's default is to cancel new ones at random, and beyond 3,000
+    # all, with no status that says why. The router itself says why it refuses a call. 12 KB for each.
+    ("grpc.server.max_pending_requests", 1 << 14),
+    ("grpc.server.max_pending_requests_hard_limit", 1 << 15),
     # A connection that does not speak HTTP/2 within this time is closed.
     ("grpc.server_handshake_timeout_ms", 10_000),
     # If a client's host vanishes, its streams end and their blocks are freed within half a minute.

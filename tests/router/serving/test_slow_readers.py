@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,6 +14,7 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.router.config import RouterConfig
 from tests.router.fake_group import EOS, VOCAB, FakeGroup
+from tests.router.http2_frames import OPENING, call_frames
 from tests.router.router_under_test import RouterUnderTest, StartRouter
 
 _CHOICES, _TOKENS = 4, 3000
@@ -59,30 +59,6 @@ async def test_sse(start_router: StartRouter) -> None:
     await router.generation.Generate(pb.GenerateRequest(text="the", sampling=pb.SamplingParams(max_tokens=1)))
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
-
-
-def _field(name: str, value: str) -> bytes:
-    """A header field in HPACK's plainest form."""
-    return b"".join([b"\0", bytes([len(name)]), name.encode(), bytes([len(value)]), value.encode()])
-
-
-def _call(message: bytes) -> bytes:
-    fields = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": "/coatcheck.v1.Generation/GenerateStream",
-        ":authority": "a",
-        "content-type": "application/grpc",
-        "te": "trailers",
-    }
-    headers = b"".join(_field(name, value) for name, value in fields.items())
-    data = b"\0" + struct.pack(">I", len(message)) + message
-    opening = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b"")
-    return opening + _frame(1, 4, 1, headers) + _frame(0, 1, 1, data)
-
-
 def _request() -> pb.GenerateRequest:
     sampling = pb.SamplingParams(max_tokens=_TOKENS, n=_CHOICES, seed=1, logprobs=0)
     return pb.GenerateRequest(text="the lazy dog", sampling=sampling)
@@ -94,7 +70,7 @@ async def test_grpc_over_a_socket_that_is_not_read(start_router: StartRouter) ->
     group = FakeGroup(model=_MODEL, num_blocks=8000, hold_after=_TOKENS - 1)  # else it may have ended by then
     router = await start_router(group, slow_reader_seconds=1.0)
     async with plain_socket(f"127.0.0.1:{router.port}") as client:
-        await asyncio.get_running_loop().sock_sendall(client, _call(_request().SerializeToString()))
+        await asyncio.get_running_loop().sock_sendall(client, OPENING + call_frames(1, _request().SerializeToString()))
         await group.until(lambda: bool(group.submits))
         await is_given_up(router, group)
     await router.generation.Generate(pb.GenerateRequest(text="the", sampling=pb.SamplingParams(max_tokens=1)))
