@@ -15,6 +15,7 @@ from coatcheck.proto.setting_names import ROOT_PATH, ROOT_PATH_HINT, Routing, To
 
 # A prompt of a million tokens is at most 5 MB as ids and about as much as text; gRPC's own limit is 4 MiB.
 MESSAGE_BYTES: Final = 32 * 1024 * 1024
+MAX_STREAMS: Final = 512  # of one gRPC connection
 # Limit of a message between router and group. A message to a group has a prompt and the tokens delivered so far. A
 # message from a group has the outputs of one step; log-probabilities of prompt tokens take most, up to 300 bytes each.
 GROUP_MESSAGE_BYTES: Final = 2 * MESSAGE_BYTES

@@ -34,7 +34,7 @@ from coatcheck.router.access.authenticator import Authenticator
 from coatcheck.router.access.connection_limits import GRPC_SHARE, HTTP_SHARE, max_connections, raise_open_files_limit
 from coatcheck.router.access.server_certificate import ServerCertificate
 from coatcheck.router.anthropic.routes import AnthropicRoutes
-from coatcheck.router.config import MESSAGE_BYTES, RouterConfig
+from coatcheck.router.config import MAX_STREAMS, MESSAGE_BYTES, RouterConfig
 from coatcheck.router.connect_handlers import ConnectHandlers
 from coatcheck.router.embeddings.routes import EmbeddingRoutes
 from coatcheck.router.event_loop.side_process import SideProcesses
@@ -61,7 +61,6 @@ from coatcheck.router.telemetry.traffic import Traffic
 from coatcheck.router.text.tokenizer import TokenizerJson, find_files
 
 _log = logging.getLogger(__name__)
-MAX_STREAMS: Final = 512  # of one gRPC connection
 _GRPC_OPTIONS: Final = [
     ("grpc.so_reuseport", 0),  # a port in use is an error
     ("grpc.max_receive_message_length", MESSAGE_BYTES),

@@ -155,7 +155,9 @@ async def _run(
     timeout: float | None,
     objectives: tuple[float | None, float | None],
 ) -> tuple[Report, list[RequestSample]]:
-    async with LoadGenerator(addresses, credentials, timeout=timeout) as load:
+    async with LoadGenerator(
+        addresses, credentials, timeout=timeout, concurrency=concurrency or (len(requests) if open_loop else 1)
+    ) as load:
         await load.run_closed_loop(warm, concurrency=len(addresses))
         _require_answers(load.recordings)
         load.recordings = []

@@ -5,6 +5,7 @@ parsed only after the run.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import grpc
 from coatcheck.cluster.benchmark.request_generator import BenchRequest
 from coatcheck.cluster.client.async_client import OPTIONS
 from coatcheck.cluster.client.credentials import Credentials
+from coatcheck.router.config import MAX_STREAMS
 
 INTERRUPTED = "INTERRUPTED"
 METHOD = "/coatcheck.v1.Generation/GenerateStream"
@@ -36,14 +38,24 @@ class Recording:
 
 
 class LoadGenerator:
-    """Sends requests round-robin over one channel per address. An async context manager, which closes the channels."""
+    """Sends requests round-robin over the channels of all addresses. An async context manager, which closes them.
+
+    `concurrency`: the most requests that run at once. An address has enough channels for its share of them, because a
+    router serves MAX_STREAMS calls of one channel at once.
+    """
 
     def __init__(
-        self, addresses: Sequence[str], credentials: Credentials | None = None, *, timeout: float | None = None
+        self,
+        addresses: Sequence[str],
+        credentials: Credentials | None = None,
+        *,
+        timeout: float | None = None,
+        concurrency: int = 1,
     ) -> None:
         credentials = credentials or Credentials()
         self._metadata = credentials.metadata
-        self._channels = [credentials.channel(address, OPTIONS) for address in addresses]
+        channels = math.ceil(concurrency / len(addresses) / MAX_STREAMS)
+        self._channels = [credentials.channel(address, OPTIONS) for _ in range(channels) for address in addresses]
         # Without serializers grpc passes bytes through.
         self._calls = [channel.unary_stream(METHOD, None, None) for channel in self._channels]
         self._timeout = timeout

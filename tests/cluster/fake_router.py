@@ -23,9 +23,17 @@ def token(seed: int, choice: int, position: int) -> int:
 
 
 class FakeRouter(GenerationServicer):
-    """Answers at `address`. `losses`: for each of the next streams, the number of events until it breaks."""
+    """Answers at `address`. `losses`: for each of the next streams, the number of events until it breaks.
+    `max_streams`: of one connection; None: no limit."""
 
-    def __init__(self, name: str = "group-0", *, losses: list[int] | None = None, port: int = 0) -> None:
+    def __init__(
+        self,
+        name: str = "group-0",
+        *,
+        losses: list[int] | None = None,
+        port: int = 0,
+        max_streams: int | None = None,
+    ) -> None:
         self.name = name
         self.fingerprint = "f"
         self.losses = losses or []
@@ -42,9 +50,10 @@ class FakeRouter(GenerationServicer):
         # After this many events a stream sends nothing more until it is cancelled.
         self.stalls_after: int | None = None
         self._port = port
+        self._options = [] if max_streams is None else [("grpc.max_concurrent_streams", max_streams)]
 
     async def __aenter__(self) -> Self:
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=self._options)
         add_GenerationServicer_to_server(self, self._server)
         self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
         await self._server.start()

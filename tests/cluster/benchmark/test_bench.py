@@ -19,6 +19,7 @@ from coatcheck.cluster.benchmark.report_table import report_table
 from coatcheck.cluster.benchmark.request_generator import RequestGenerator
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.router.config import MAX_STREAMS
 from tests.cluster.command_line import run_here
 from tests.cluster.fake_router import FakeRouter, in_background
 from tests.cluster.running_server import COMMAND, coatcheck
@@ -118,6 +119,16 @@ async def test_closed_loop_keeps_its_concurrency() -> None:
     assert router.most_at_once == 3
     assert all(isinstance(measure(made), RequestSample) for made in load.recordings)
     assert ended == [None] * 20
+
+
+async def test_a_connection_s_streams_do_not_limit_the_load() -> None:
+    """More requests run at once than a router serves on one connection."""
+    many = MAX_STREAMS + 1
+    async with FakeRouter(max_streams=MAX_STREAMS) as router, LoadGenerator([router.address], concurrency=many) as load:
+        router.crowd = many  # none is answered before the last one has come
+        requests = RequestGenerator(vocab_size=9, input_len=3, output_len=1).build_requests(many)
+        await load.run_closed_loop(requests, concurrency=many)
+    assert router.most_at_once == many and {made.status for made in load.recordings} == {"OK"}
 
 
 async def test_open_loop_does_not_wait_for_answers() -> None:

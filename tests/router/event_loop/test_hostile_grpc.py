@@ -14,13 +14,11 @@ import pytest
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.router.access.authenticator import Authenticator
-from coatcheck.router.config import MESSAGE_BYTES
+from coatcheck.router.config import MAX_STREAMS, MESSAGE_BYTES
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.grpc_handlers import GENERATION_SERVICE, GrpcHandlers
-from coatcheck.router.server import MAX_STREAMS
 from coatcheck.router.serving.embed_service import EmbedService
-from tests.router.fake_group import FakeGroup
-from tests.router.http2_frames import (
+from tests.router.event_loop.http2_frames import (
     CONTINUATION,
     DATA,
     ENDS_HEAD,
@@ -38,6 +36,7 @@ from tests.router.http2_frames import (
     prefixed,
     read_frame,
 )
+from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import RouterUnderTest, StartRouter
 
 _REQUEST = pb.GenerateRequest(text="a fox", sampling=pb.SamplingParams(max_tokens=3))
