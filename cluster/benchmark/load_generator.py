@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
@@ -20,6 +20,9 @@ from coatcheck.router.config import MAX_STREAMS
 
 INTERRUPTED = "INTERRUPTED"
 METHOD = "/coatcheck.v1.Generation/GenerateStream"
+# Requests take the channels in turn, however long they run, so at times a channel has more than its share of them.
+_SHARE_OF_CHANNEL: Final = MAX_STREAMS // 2
+_MAX_CHANNELS: Final = 64  # of an address; each is a connection, and a process can often open only 1,024 files
 
 
 @dataclass(slots=True)
@@ -40,8 +43,8 @@ class Recording:
 class LoadGenerator:
     """Sends requests round-robin over the channels of all addresses. An async context manager, which closes them.
 
-    `concurrency`: the most requests that run at once. An address has enough channels for its share of them, because a
-    router serves MAX_STREAMS calls of one channel at once.
+    `concurrency`: the most requests that run at once. A router serves MAX_STREAMS calls of one channel at once, so an
+    address has a channel for each half of MAX_STREAMS of its share of the requests, and at most 64 channels.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class LoadGenerator:
     ) -> None:
         credentials = credentials or Credentials()
         self._metadata = credentials.metadata
-        channels = math.ceil(concurrency / len(addresses) / MAX_STREAMS)
+        channels = min(math.ceil(concurrency / len(addresses) / _SHARE_OF_CHANNEL), _MAX_CHANNELS)
         self._channels = [credentials.channel(address, OPTIONS) for _ in range(channels) for address in addresses]
         # Without serializers grpc passes bytes through.
         self._calls = [channel.unary_stream(METHOD, None, None) for channel in self._channels]

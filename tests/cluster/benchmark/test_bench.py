@@ -124,7 +124,10 @@ async def test_closed_loop_keeps_its_concurrency() -> None:
 async def test_a_connection_s_streams_do_not_limit_the_load() -> None:
     """More requests run at once than a router serves on one connection."""
     many = MAX_STREAMS + 1
-    async with FakeRouter(max_streams=MAX_STREAMS) as router, LoadGenerator([router.address], concurrency=many) as load:
+    async with (
+        FakeRouter(max_streams=MAX_STREAMS) as router,
+        LoadGenerator([router.address], timeout=MAX_WAIT_SECONDS, concurrency=many) as load,
+    ):
         router.crowd = many  # none is answered before the last one has come
         requests = RequestGenerator(vocab_size=9, input_len=3, output_len=1).build_requests(many)
         await load.run_closed_loop(requests, concurrency=many)
