@@ -1,7 +1,7 @@
 """A server that a benchmark starts, loads and ends; and ours. peers.py has those of others.
 
 A run finds no prefix of an earlier run: each has a seed of its own, and over gRPC also a salt. Requests of one run
-share prefixes.
+may share prefixes.
 """
 
 import json
@@ -25,6 +25,7 @@ from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub
 
 KV_GIB = 2
+_GRPC_SEEDS = 1 << 20  # added to the seeds of runs over gRPC
 
 
 class BenchEngine(ABC):
@@ -150,7 +151,8 @@ class CoatcheckGrpc(BenchEngine):
         """The server ends by itself."""
 
     def run(self, scenario: Scenario, seed: int) -> Figures:
-        flags = f"--concurrency {scenario.clients} --num-requests {scenario.requests} --seed {seed}"
+        # The warm-up request has the next seed and no salt. It must not be the first request of a later run over HTTP.
+        flags = f"--concurrency {scenario.clients} --num-requests {scenario.requests} --seed {_GRPC_SEEDS + seed}"
         flags += f" --input-len {scenario.input_len} --output-len {scenario.output_len}"
         if scenario.prefixes:
             flags += f" --prompts shared-prefix --num-prefixes {scenario.prefixes} --prefix-len {scenario.prefix_len}"
