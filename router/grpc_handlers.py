@@ -150,7 +150,7 @@ class GrpcHandlers:
         try:
             data = await anext(messages)
         except StopAsyncIteration:
-            # gRPC reports a message that is too long, also when it is uncompressed, as the end of the call.
+            # A message that is too long, as it is sent or once gRPC has uncompressed it, comes here as the call's end.
             raise InvalidRequest(
                 f"the call ended without a whole message of at most {MESSAGE_BYTES} bytes uncompressed; send one"
             ) from None

@@ -1,8 +1,8 @@
 /* y = x W^T + b with SIMD. How a weight is multiplied depends on the instruction class:
  *
- * bfloat16, if the class has a dot product of bfloat16 pairs: as pairs. Otherwise it is widened to float32, in registers,
- * so that a call costs one read of the weight. With AVX2 the tiles of many rows are low, which leaves registers for the
- * widening. In the other classes calls of many rows widen each part of the weight once for all rows.
+ * bfloat16, if the class has a dot product of bfloat16 pairs: as pairs. Otherwise it is widened to float32, in
+ * registers, so that a call costs one read of the weight. With AVX2 the tiles of many rows are low, which leaves
+ * registers for the widening. In the other classes calls of many rows widen each part of the weight once for all rows.
  *
  * Quantised: in the classes from avx2 to avx512_bf16 x is quantised to 16 bits and multiplied with codes of INT8, INT4
  * and FP4 as integers (integer_rows.h). Otherwise a part of the weight is unpacked to the L1 cache, once for all rows
@@ -23,8 +23,8 @@
 #define LOW_ROWS 4                          /* rows of a tile that widens in registers, with AVX2 */
 #define TILES 16                            /* most tiles that share a part of the weight */
 #define BLOCK (384 << 10)                   /* with AVX2 or a quantised x: most bytes of their x, for the L2 cache */
-#define DEPTH 256                           /* words of that part: a tile's x of this depth stays in the L1 cache */
-#define DEPTH_OF_TWO 64                     /* the same for two tiles: while one rereads the part, no weights come */
+#define DEPTH 256                           /* floats of a row of x for a part: a tile's x of this depth stays in the L1 cache */
+#define DEPTH_OF_TWO 64                     /* words of a part of two tiles: while one rereads it, no weights come */
 #define MOST_WIDENING 4                     /* most tiles that widen in registers, without AVX2 */
 #define FEW_ROWS (LANES == 16 ? 8 : 3)      /* most rows that multiply codes in registers */
 #define UNPACKED 128                        /* depth of a part of a quantised weight */

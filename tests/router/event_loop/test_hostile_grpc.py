@@ -42,7 +42,7 @@ from tests.router.router_under_test import RouterUnderTest, StartRouter
 _REQUEST = pb.GenerateRequest(text="a fox", sampling=pb.SamplingParams(max_tokens=3))
 _MESSAGE = _REQUEST.SerializeToString()
 _CANCEL = struct.pack(">I", 8)
-_SIZE_LIMIT, _HEAD_BYTES = 4000, 16_000
+_FIELD_BYTES = 4000
 
 
 @asynccontextmanager
@@ -68,7 +68,7 @@ async def check_served(router: RouterUnderTest) -> None:
 
 def _table_bomb(count: int) -> bytes:
     """Calls whose heads are 12,000 bytes, each of which stands for a field of 4,000 bytes in HPACK's table."""
-    value = b"\x7f\xa1\x1e" + b"b" * _SIZE_LIMIT  # 0x7f 0xa1 0x1e: 4,000
+    value = b"\x7f\xa1\x1e" + b"b" * _FIELD_BYTES  # 0x7f 0xa1 0x1e: 4,000
     fields = [b"\x40\x03x-b" + value, *[b""] * (count - 1)]
     heads = [head() + one + b"\xbe" * 12_000 for one in fields]
     frames = [frame(CONTINUATION, ENDS_HEAD, 2 * n + 1, part[8000:]) for n, part in enumerate(heads)]
@@ -215,8 +215,7 @@ async def test_a_client_that_goes_before_a_write_is_no_incident(
 
 
 async def test_a_burst_of_calls_gets_the_router_s_own_statuses(start_router: StartRouter) -> None:
-    """2,560 calls arrive while the event loop runs something else. Each is served; by default gRPC
-    would cancel some of them."""
+    """2,560 calls arrive while the event loop runs something else. Each is served. gRPC's default cancels some."""
     router = await start_router(FakeGroup())
     count, table = 5, frame(SETTINGS, 0, 0, struct.pack(">HI", 1, 0))  # the server then encodes each field plainly
     method = {":path": f"/{GENERATION_SERVICE}/GetModel"}

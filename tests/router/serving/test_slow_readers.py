@@ -13,8 +13,8 @@ from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.router.config import RouterConfig
-from tests.router.fake_group import EOS, VOCAB, FakeGroup
 from tests.router.event_loop.http2_frames import OPENING, call_frames
+from tests.router.fake_group import EOS, VOCAB, FakeGroup
 from tests.router.router_under_test import RouterUnderTest, StartRouter
 
 _CHOICES, _TOKENS = 4, 3000
