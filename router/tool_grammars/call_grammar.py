@@ -37,11 +37,15 @@ class UnenforcedParameters(InvalidRequest):
     what they have, in words."""
 
     def __init__(self, function_name: str, problem: str) -> None:
-        super().__init__(
-            f"the parameters of the strict function {function_name!r} have {problem}, which this model's format of "
-            "calls cannot enforce; set tool_choice to 'required' or to this function, or remove strict"
-        )
+        super().__init__(function_name, problem)
         self.function_name = function_name
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return (
+            f"the parameters of the strict function {self.function_name!r} have {self.problem}, which this model's "
+            "format of calls cannot enforce; set tool_choice to 'required' or to this function, or remove strict"
+        )
 
 
 def named_call_grammar(function: FunctionSchema, prefix: str = "") -> Grammar:
