@@ -1,8 +1,8 @@
-"""Logits in float32, and the largest logit of each row, in one thread on a CPU.
+"""Logits in float32, and the largest logit of each row, in one thread on a CPU unless there are many.
 
 torch divides an operation over more than 32,768 elements evenly between its threads, and waits for all of them. If one
 has lost its core to another process, that takes milliseconds: 11 for the argmax of 16 × 8,192 logits on two busy cores,
-where one thread took 0.05.
+where one thread took 0.05. More than MOST_IN_ONE_THREAD logits are left to torch.
 
 Shapes: logits [R, V].
 """
@@ -14,11 +14,13 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 
+MOST_IN_ONE_THREAD = 1 << 22
+
 
 def widen_logits(logits: Tensor) -> Tensor:
     """The logits in float32. Float32 logits are returned as they are."""
     library = native.library_for(logits)
-    if library is None or logits.dtype != torch.bfloat16 or logits.stride(1) != 1:
+    if library is None or logits.dtype != torch.bfloat16 or logits.stride(1) != 1 or _are_many(logits):
         return logits.float()
     rows, vocab = logits.shape
     wide = torch.empty(rows, vocab, dtype=torch.float32)
@@ -31,6 +33,10 @@ def argmax(logits: Tensor) -> Tensor:
 
     logits: float32 [R, V]
     """
-    if logits.device.type != "cpu":
+    if logits.device.type != "cpu" or _are_many(logits):
         return logits.argmax(dim=-1)
     return torch.from_numpy(logits.numpy().argmax(axis=-1))
+
+
+def _are_many(logits: Tensor) -> bool:
+    return logits.numel() > MOST_IN_ONE_THREAD

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 from coatcheck.kernels.launch_check import LaunchRefused
+from coatcheck.kernels.sampling import greedy
 from coatcheck.kernels.sampling.greedy import argmax, widen_logits
 from coatcheck.kernels.sampling.logprobs import logprobs, logprobs_reference
 from coatcheck.kernels.sampling.penalties import add_logit_bias, apply_penalties, apply_penalties_reference
@@ -57,8 +58,10 @@ def test_greedy_rows_take_the_first_of_the_largest() -> None:
     assert sample(logits, **knobs(2, temperature=0.0, top_k=1, top_p=0.1)).tolist() == [1, 1]
 
 
-def test_logits_are_widened_and_compared_as_in_torch() -> None:
+@pytest.mark.parametrize("most_in_one_thread", [1 << 22, 100])
+def test_logits_are_widened_and_compared_as_in_torch(monkeypatch: pytest.MonkeyPatch, most_in_one_thread: int) -> None:
     """Any dtype and stride, infinities and NaN: the same bits, and the first of the largest, where NaN is largest."""
+    monkeypatch.setattr(greedy, "MOST_IN_ONE_THREAD", most_in_one_thread)
     torch.manual_seed(6)
     logits = torch.randn(5, 1003)
     logits[1, [7, 500]] = math.inf
