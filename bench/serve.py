@@ -82,7 +82,9 @@ def main(
     console.print(
         f"ready after {', '.join(f'{value:.1f} s ({name})' for name, value in seconds.items())}; at most 15 s"
     )
-    console.print(f"added to a decode step of {engine_step_ms:.2f} ms by the server: {added:.2f} ms; at most 1.5 ms")
+    console.print(
+        f"added to a decode step of {engine_step_ms:.2f} ms by the server over HTTP: {added:.2f} ms; at most 1.5 ms"
+    )
     for peer in [name for name in results if name in TARGETS]:
         console.print(as_targets(results, peer))
     write_results(json_path, as_json(results, seconds, engine_step_ms))
