@@ -11,6 +11,7 @@ import grpc
 import openai
 import pytest
 
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from tests.router.access.key_holders import EYES, OPS, SEARCH, bearer, write_keys
 from tests.router.fake_group import FakeGroup
@@ -72,10 +73,10 @@ async def test_a_stranger_is_refused_before_its_message(start_http_router: Start
         ("unary", router.channel.stream_unary("/coatcheck.v1.Generation/Generate")),  # type: ignore[call-arg]
         ("stream", router.channel.stream_stream("/coatcheck.v1.Generation/GenerateStream")),  # type: ignore[call-arg]
     ):
-        call = method(timeout=5)  # type: ignore[call-arg]
+        call = method(timeout=MAX_WAIT_SECONDS)  # type: ignore[call-arg]
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED, name
     empty = router.channel.stream_unary("/coatcheck.v1.Generation/Generate")(iter(()), metadata=bearer(SEARCH))  # type: ignore[call-arg]
-    assert await empty.code() is grpc.StatusCode.INVALID_ARGUMENT and "without its message" in await empty.details()
+    assert await empty.code() is grpc.StatusCode.INVALID_ARGUMENT and "without a whole message" in await empty.details()
     with pytest.raises(grpc.aio.AioRpcError):
         await router.admin.Status(pb.StatusRequest(), metadata=bearer(SEARCH))
     await router.request("GET", "/v1/models")
