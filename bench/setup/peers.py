@@ -14,13 +14,13 @@ from pathlib import Path
 
 from coatcheck.bench.setup.gguf_checkpoint import write_gguf
 from coatcheck.bench.setup.scenario import Figures, Scenario
-from coatcheck.bench.setup.servers import KV_GIB, BenchEngine, HttpServer, free_port
+from coatcheck.bench.setup.servers import KV_GIB, BenchEngine, OpenAiServer, free_port
 
 _LLAMA_SLOTS = 32  # sequences at once: the most clients of a scenario
 _LLAMA_CONTEXT = 2048  # tokens of each
 
 
-class _PeerServer(HttpServer):
+class _PeerServer(OpenAiServer):
     """A server whose page /health says whether it is ready."""
 
     def is_ready(self) -> bool:

@@ -87,7 +87,7 @@ class Server(BenchEngine):
             time.sleep(0.1)
 
 
-class HttpServer(Server):
+class OpenAiServer(Server):
     """A server with OpenAI's HTTP API at `http_address`, "host:port"."""
 
     http_address: str
@@ -96,7 +96,7 @@ class HttpServer(Server):
         return run_scenario(self.http_address, scenario, seed)
 
 
-class CoatcheckServer(HttpServer):
+class CoatcheckServer(OpenAiServer):
     """`coatcheck serve`. Scenarios load it over HTTP, and CoatcheckGrpc over gRPC."""
 
     name = "coatcheck"

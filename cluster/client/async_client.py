@@ -51,7 +51,7 @@ OPTIONS = [
     # Despite its name this is also the time limit of connecting; TLS to a far or busy host takes seconds.
     ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # A connection of its own: a router serves only so many calls of one connection at once (MAX_STREAMS).
+    # A connection of its own: a router serves MAX_STREAMS calls of one connection at once.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
