@@ -14,7 +14,7 @@ from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.local.local_cluster import LocalCluster
 from coatcheck.cluster.plural import counted
 from coatcheck.cluster.session.serve_console import ServeConsole, discard_stderr
-from coatcheck.cluster.session.serve_lines import CONNECT_SECONDS, GroupNotices, ProgressBars, ready_line
+from coatcheck.cluster.session.serve_lines import USUAL_CONNECT_SECONDS, GroupNotices, ProgressBars, ready_line
 from coatcheck.cluster.session.stop_signals import EXIT_STOPPED, StopSignals
 from coatcheck.proto.errors import Unavailable
 from coatcheck.proto.log_lines import configure_logging
@@ -88,7 +88,7 @@ class LocalSession:
                 stage = state.stage
                 if state.is_ready:
                     serving_since = serving_since or time.monotonic()
-                    if time.monotonic() > serving_since + CONNECT_SECONDS:
+                    if time.monotonic() > serving_since + USUAL_CONNECT_SECONDS:
                         missing = await cluster.find_missing_connection()
                         stage = f"still waiting: {missing}" if missing else stage
                 if stage not in (printed, ""):

@@ -12,7 +12,7 @@ from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState, RouterState
 
 # A router normally connects to a serving group in less time. After this time `serve` prints why it has not.
-CONNECT_SECONDS: Final = 3.0
+USUAL_CONNECT_SECONDS: Final = 3.0
 
 
 @dataclass(frozen=True)

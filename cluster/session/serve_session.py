@@ -27,7 +27,7 @@ from coatcheck.cluster.session.apply_settings import ApplySettings
 from coatcheck.cluster.session.ray_watch import RayWatch
 from coatcheck.cluster.session.serve_console import ServeConsole, discard_stderr
 from coatcheck.cluster.session.serve_lines import (
-    CONNECT_SECONDS,
+    USUAL_CONNECT_SECONDS,
     GroupNotices,
     Notice,
     ProgressBars,
@@ -200,7 +200,7 @@ class ServeSession:
                     missing = self._call(supervisor.find_missing_connection)
                     if not missing:
                         return state
-                    if time.monotonic() > serving_since + CONNECT_SECONDS:
+                    if time.monotonic() > serving_since + USUAL_CONNECT_SECONDS:
                         stage = f"still waiting: {missing}"
                 if stage not in (printed, ""):
                     printed = stage
