@@ -48,8 +48,6 @@ OPTIONS = [
     ("grpc.max_send_message_length", 64 << 20),
     # Reconnect to a restarted router at once, not after gRPC's default backoff of up to minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Despite its name this is also the time limit of connecting; TLS to a far or busy host takes seconds.
-    ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     # A connection of its own: a router serves MAX_STREAMS calls of one connection at once.
     ("grpc.use_local_subchannel_pool", 1),
@@ -129,7 +127,7 @@ class AsyncClient:
         self._max_resumes = max_resumes
         self._resume_timeout = resume_timeout
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._current = 0
+        self._current = 0  # how often streams have moved on, and so which address the next call goes to
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
@@ -270,20 +268,22 @@ class AsyncClient:
         delivered = ResumeState(request)
         losses = 0
         lost_since = 0.0
+        current = self._current  # this stream's own: if several lose a router at once, each tries the next one
         while True:
+            address = self._address_at(current)
             try:
-                async with aclosing(self._stream_from_router(delivered.request(), deadline)) as events:
+                async with aclosing(self._stream_from_router(address, delivered.request(), deadline)) as events:
                     async for event in events:
                         if (new := delivered.record_event(event)) is not None:
                             losses = 0
                             yield new
                 if delivered.complete:
                     return
-                loss: CoatcheckError = Unavailable(f"{self.address} closed the stream before the answer was complete")
+                loss: CoatcheckError = Unavailable(f"{address} closed the stream before the answer was complete")
             except grpc.aio.AioRpcError as error:
                 if _refuses_unknown_field(error) and delivered.forget_ticket():
                     continue  # the router is of an older version, which admits the resume as a new request
-                loss = explain_error(error, self.address, timeout)
+                loss = explain_error(error, address, timeout)
                 if not _may_resume(error.code(), delivered.started):
                     raise loss from None
             losses += 1
@@ -295,37 +295,42 @@ class AsyncClient:
                 if delivered.started:
                     raise Unavailable(f"lost the router after {counted(delivered.num_tokens, 'token')}: {loss}")
                 raise loss
-            self._current += 1
+            current += 1
+            self._current = max(self._current, current)
             if losses >= len(self._addresses):
                 await asyncio.sleep(min(0.05 * 2 ** min(losses, 5), self._resume_timeout))
 
     @property
     def address(self) -> str:
         """The router that the next call goes to."""
-        return self._addresses[self._current % len(self._addresses)]
+        return self._address_at(self._current)
 
-    def channel(self) -> grpc.aio.Channel:
+    def _address_at(self, current: int) -> str:
+        return self._addresses[current % len(self._addresses)]
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
         """The channel to `address`, opened when it is first needed. Raises RuntimeError if the client is closed."""
         if self._is_closed:
             raise RuntimeError("the client is closed")
-        if self.address not in self._channels:
-            self._channels[self.address] = self._credentials.channel(self.address, OPTIONS)
-        return self._channels[self.address]
+        if address not in self._channels:
+            self._channels[address] = self._credentials.channel(address, OPTIONS)
+        return self._channels[address]
 
     async def _call(self, stub_class: Any, method: str, request: object, timeout: float | None) -> Any:
         """One unary call to `address`. Raises InvalidRequest for `timeout`, and the CoatcheckError of its status."""
         check_timeout(timeout)
-        call = getattr(stub_class(self.channel()), method)
+        address = self.address  # streams may move on during the call
+        call = getattr(stub_class(self._channel(address)), method)
         try:
             return await call(request, timeout=timeout, metadata=self._credentials.metadata)
         except grpc.aio.AioRpcError as error:
-            raise explain_error(error, self.address, timeout) from None
+            raise explain_error(error, address, timeout) from None
 
     async def _stream_from_router(
-        self, request: pb.GenerateRequest, deadline: float | None
+        self, address: str, request: pb.GenerateRequest, deadline: float | None
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        stub: Any = GenerationStub(self.channel())  # type: ignore[no-untyped-call]  # made by protoc
+        stub: Any = GenerationStub(self._channel(address))  # type: ignore[no-untyped-call]  # made by protoc
         call = stub.GenerateStream(request, timeout=timeout, metadata=self._credentials.metadata)
         try:
             async for event in call:

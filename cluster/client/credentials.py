@@ -93,7 +93,8 @@ def _options(address: str) -> list[tuple[str, Any]]:
     They turn http_proxy off for a loopback address: a proxy cannot reach this host's loopback interface.
     """
     host = address.rpartition(":")[0]
-    options = [("grpc.min_reconnect_backoff_ms", round(1000 * CONNECT_SECONDS))]  # gRPC's limit for connecting
+    # Despite its name this is also gRPC's time limit of connecting.
+    options = [("grpc.min_reconnect_backoff_ms", round(1000 * CONNECT_SECONDS))]
     return [*options, ("grpc.enable_http_proxy", 0)] if is_loopback(host) else options
 
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
-from coatcheck.cluster.client import async_client
+from coatcheck.cluster.client import credentials
 from coatcheck.cluster.client.async_client import AsyncClient
 from coatcheck.cluster.client.connection_errors import explain_error
 from coatcheck.cluster.client.credentials import Credentials
@@ -214,9 +214,7 @@ async def test_only_a_certificate_error_mentions_certificates(
 ) -> None:
     """With TLS too, a server that ends, hangs, is gone or does not speak TLS has an error of its own, without a word
     about certificates."""
-    connect_limit = "grpc.min_reconnect_backoff_ms"  # the time limit of an attempt to connect, 10 s in the product
-    others = [option for option in async_client.OPTIONS if option[0] != connect_limit]
-    monkeypatch.setattr(async_client, "OPTIONS", [*others, (connect_limit, 1000)])
+    monkeypatch.setattr(credentials, "CONNECT_SECONDS", 1.0)
     access = Credentials.build(str(TestAuthority(tmp_path, "server").ca), None, None, None)
     async with serve(behave) as server:
         address = address_of(server)
@@ -280,6 +278,14 @@ async def test_next_address_when_the_first_is_down() -> None:
         events = await gather(client, request())
         assert client.address == router.address
     assert len(ids(events)) == 6
+
+
+async def test_each_stream_tries_every_router() -> None:
+    """Several streams that find the first router down all reach the second one."""
+    async with FakeRouter() as router, AsyncClient(["127.0.0.1:1", router.address]) as client:
+        streams = await asyncio.gather(*(gather(client, request(seed=seed)) for seed in range(4)))
+        assert client.address == router.address
+    assert [len(ids(events)) for events in streams] == [6] * 4
 
 
 @pytest.mark.parametrize(
