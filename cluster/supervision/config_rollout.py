@@ -184,7 +184,8 @@ class ConfigRollout:
     async def _restart_groups(self) -> None:
         """Restart each group that still has the former settings. A group that was started since has the new ones."""
         for name in sorted(self._pending.groups):
-            start = self._pending.groups[name]
+            if (start := self._pending.groups.get(name)) is None:
+                continue  # the settings have changed again meanwhile, and the group was removed before that
             runs = {state.name: state.restarts for state in self._groups.states}
             if runs.get(name) == start:
                 await self._groups.restart_group(name, _DRAIN_SECONDS)

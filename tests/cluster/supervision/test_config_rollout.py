@@ -189,6 +189,24 @@ async def test_a_group_that_started_by_itself_is_not_restarted(cluster: Cluster)
     assert cluster.calls == ["restart group-1"]
 
 
+async def test_a_group_may_be_removed_while_settings_change_again(cluster: Cluster) -> None:
+    """While a group restarts, `coatcheck scale` removes the last group, and then further settings come. The rollout
+    does not look for the removed group."""
+
+    async def restart(group: str, drain_seconds: float) -> None:
+        cluster.calls.append(f"restart {group}")
+        is_first = cluster.calls == ["restart group-0"]
+        cluster.groups.start_again(group)
+        if is_first:
+            cluster.groups.states = cluster.groups.states[:1]
+            cluster.rollout.apply(settings(kv_memory="2GiB"))
+
+    cluster.groups.restart_group = restart  # type: ignore[method-assign]
+    cluster.rollout.apply(settings(kv_memory="1GiB"))
+    await cluster.until(lambda: not cluster.rollout.status)
+    assert cluster.calls == ["restart group-0", "restart group-0"]
+
+
 async def test_the_next_supervisor_goes_on(cluster: Cluster) -> None:
     """It has the newest settings and knows what is still to do; until the groups are scaled it finds those that run."""
     cluster.groups.error = "wait"
