@@ -93,6 +93,7 @@ class Autoscaler:
         restarts_wait: Callable[[], bool],
         request_room: Callable[[int], None],
         scale_groups: Callable[[int, int, float], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rule = rule
         self._measure_queue = measure_queue
@@ -100,6 +101,7 @@ class Autoscaler:
         self._restarts_wait = restarts_wait
         self._request_room = request_room
         self._scale_groups = scale_groups
+        self._clock = clock
         self._samples: deque[QueueSample] = deque()
         self._last_count = 0  # of groups, at the last sample
         self._last_request = -1  # last argument of `request_room`; -1: unknown, a former supervisor may have called it
@@ -119,10 +121,10 @@ class Autoscaler:
             while True:
                 await asyncio.sleep(_SAMPLE_SECONDS)
                 try:
-                    await self.evaluate_rule(time.monotonic())
+                    await self.evaluate_rule(self._clock())
                 except Exception:  # Ray's head may be gone for a while
                     _log.exception("the number of groups could not be changed")
-                    self._not_before = time.monotonic() + _RETRY_SECONDS
+                    self._not_before = self._clock() + _RETRY_SECONDS
         finally:
             if self._removal is not None:
                 self._removal.cancel()
@@ -159,13 +161,13 @@ class Autoscaler:
             queue_seconds = self._samples[-1].queue_seconds
             _log.info("requests wait %.1f s: %s, and %d wanted", queue_seconds, counted(groups, "group"), wanted)
         if wanted > groups:
-            await self._change_size(groups, wanted, now, is_new=is_new)
+            await self._change_size(groups, wanted, is_new=is_new)
         elif self._removal is None:
             self._removal_from = groups
-            self._removal = asyncio.create_task(self._change_size(groups, wanted, now, is_new=is_new))
+            self._removal = asyncio.create_task(self._change_size(groups, wanted, is_new=is_new))
             await asyncio.sleep(0)  # let the removal begin
 
-    async def _change_size(self, groups: int, wanted: int, now: float, *, is_new: bool) -> None:
+    async def _change_size(self, groups: int, wanted: int, *, is_new: bool) -> None:
         try:
             await self._scale_groups(groups, wanted, _DRAIN_SECONDS)
         except InsufficientResources as error:
@@ -174,7 +176,7 @@ class Autoscaler:
                 _log.warning("still %s: %s", counted(groups, "group"), error)
         except CoatcheckError as error:
             _log.warning("still %s: %s", counted(groups, "group"), error)
-            self._not_before = now + _RETRY_SECONDS
+            self._not_before = self._clock() + _RETRY_SECONDS  # from now on, because a group may fail after minutes
 
     async def _add_sample(self, now: float, longest: float) -> int:
         """Add a sample, drop those that are older than `longest` seconds, and return the number of groups."""

@@ -101,6 +101,7 @@ async def test_room_is_asked_for_until_there_is_some(failure: CoatcheckError, tr
         restarts_wait=lambda: False,
         request_room=asked.append,
         scale_groups=scale,
+        clock=lambda: clock,
     )
     for clock in map(float, range(120)):
         free, queue = clock >= 20, 5.0 if clock < 40 else 0.0
@@ -108,6 +109,36 @@ async def test_room_is_asked_for_until_there_is_some(failure: CoatcheckError, tr
     assert asked == [0, 3, 0]
     assert tries == [*((at, 3) for at in tried), (100.0, 2)]
     assert groups == 2
+
+
+async def test_a_start_that_fails_late_is_not_repeated_at_once() -> None:
+    """The 15 s until the next attempt begin when an attempt has failed, not when it began: a group may fail after
+    minutes."""
+    clock = 0.0
+    tries: list[float] = []
+
+    async def measure_queue() -> tuple[float, int]:
+        return 5.0, 2
+
+    async def scale(_: int, __: int, ___: float) -> None:
+        nonlocal clock
+        tries.append(clock)
+        clock += 100
+        raise Unavailable("group-2 does not start")
+
+    autoscaler = Autoscaler(
+        RULE,
+        measure_queue=measure_queue,
+        count_groups=lambda: 2,
+        restarts_wait=lambda: False,
+        request_room=lambda groups: None,
+        scale_groups=scale,
+        clock=lambda: clock,
+    )
+    for _ in range(40):
+        await autoscaler.evaluate_rule(clock)
+        clock += 1
+    assert tries == [10.0, 125.0]
 
 
 async def test_idleness_may_be_shorter_than_a_queue() -> None:
