@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import stat
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -52,8 +53,11 @@ def _add_key(file: Path, name: str, hashed: str, role: str | None) -> None:
     entry.setdefault("keys", []).append(hashed)
     # Replaced as a whole, because a router may read the file at any moment. Comments in the file are lost.
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+    mode = stat.S_IMODE(file.stat().st_mode) if file.exists() else None
     try:
-        with os.fdopen(create_file(temporary, mode=0o666), "w") as output:
+        with os.fdopen(create_file(temporary, mode=0o666 if mode is None else 0o600), "w") as output:
+            if mode is not None:
+                os.fchmod(output.fileno(), mode)
             output.write(yaml.safe_dump({"tenants": tenants}, sort_keys=False))
         temporary.replace(file)
     except OSError as error:

@@ -43,3 +43,12 @@ def test_a_link_in_an_open_folder_harms_no_file(tmp_path: Path) -> None:
     keys("new", "search", tmp_path / "keys.yaml", None)
     assert victim.read_text() == "precious"
     assert [tenant.name for tenant in read_keys(str(tmp_path / "keys.yaml")).by_key_hash.values()] == ["search"]
+
+
+def test_the_file_keeps_its_mode(tmp_path: Path) -> None:
+    """A file that its owner has closed to other users stays closed when a key is added."""
+    file = tmp_path / "keys.yaml"
+    keys("new", "search", file, None)
+    file.chmod(0o640)
+    keys("new", "search", file, None)
+    assert file.stat().st_mode & 0o777 == 0o640
