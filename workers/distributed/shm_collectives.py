@@ -134,12 +134,15 @@ def _create_file(size: int) -> str:
 
 
 def _map_file(path: str, size: int) -> mmap.mmap | None:
+    """The mapped file; None if it is not visible here, or if this process may have no more memory (`ulimit -v`)."""
     try:
         file = os.open(path, os.O_RDWR)
     except OSError:
         return None
     try:
         return mmap.mmap(file, size * (_CACHE_LINE + 2 * _CHUNK))
+    except OSError:
+        return None
     finally:
         os.close(file)
 

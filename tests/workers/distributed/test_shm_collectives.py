@@ -1,5 +1,7 @@
 """Collectives through shared memory, between real processes."""
 
+import errno
+import mmap
 import os
 import random
 import time
@@ -96,4 +98,22 @@ def test_ranks_of_different_hosts_do_not_share() -> None:
         return [value, value | {"host": "another host"}]
 
     assert ShmCollectives.connect(0, 2, elsewhere, timeout_seconds=1.0) is None
+    assert paths[0].startswith("/dev/shm/") and not os.path.exists(paths[0])
+
+
+def test_a_rank_without_memory_for_the_file_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a rank cannot map the file, for example because of `ulimit -v`, `connect` returns None on every rank, and the
+    file is removed."""
+
+    def refuse(file: int, length: int) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    paths: list[str] = []
+
+    def both(value: dict[str, Any]) -> list[dict[str, Any]]:
+        paths.append(value.get("path", ""))
+        return [value, value]
+
+    assert ShmCollectives.connect(0, 2, both, timeout_seconds=1.0) is None
     assert paths[0].startswith("/dev/shm/") and not os.path.exists(paths[0])
