@@ -96,6 +96,8 @@ class RankProcesses:
     async def read_progress(self) -> tuple[RankProgress, ...]:
         """The progress of each rank. Raises RankEnded if one has ended or hangs."""
         answers = [rank.ask_progress() for rank in self._ranks]
+        for answer in answers:
+            answer.add_done_callback(_read_error)
         seconds = HANG_SECONDS if self._have_served else _START_HANG_SECONDS
         pending = set(answers)
         for _ in range(round(seconds / _WAIT_SECONDS)):
@@ -161,3 +163,9 @@ class RankProcesses:
 
     def _record_base(self, incarnation: int) -> str:
         return str(self._folder / f"{self.group}.{incarnation}")
+
+
+def _read_error(answer: asyncio.Future[RankProgress]) -> None:
+    """asyncio logs an error for every exception that is never read, such as those of ranks that end after the first."""
+    if not answer.cancelled():
+        answer.exception()
