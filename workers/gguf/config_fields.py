@@ -137,7 +137,8 @@ def gemma4(file: GgufFile) -> Fields:
     last = file.num_layers - file.count("attention.shared_kv_layers", 0)
     full = [layer for layer, kind in enumerate(kinds) if kind == "full"]
     has_equal_values = any(not has_tensor(file, f"blk.{layer}.attn_v.weight") for layer in full)
-    fields = gated_fields(file, inner=inner[0], kv_heads=heads[is_local.index(True)]) | dict(
+    fields = gated_fields(file, inner=inner[0]) | dict(
+        num_key_value_heads=heads[is_local.index(True)],
         head_dim=file.count("attention.key_length_swa"),
         global_head_dim=file.count("attention.key_length"),
         num_global_key_value_heads=heads[is_local.index(False)] if has_equal_values else None,

@@ -17,7 +17,7 @@ from coatcheck.workers.gguf import expert_fields, row_orders, state_fields
 from coatcheck.workers.gguf import tensor_names as names
 from coatcheck.workers.gguf.block_codes import Array
 from coatcheck.workers.gguf.gguf_file import GgufFile
-from coatcheck.workers.gguf.row_orders import RowOrder
+from coatcheck.workers.gguf.row_orders import Joined, RowOrder
 
 Change = Callable[[Array], Array]
 
@@ -34,6 +34,10 @@ class LayerTensors:
     optional: frozenset[str] = frozenset()
     unused: frozenset[str] = frozenset()
 
+    def __or__(self, other: "LayerTensors") -> "LayerTensors":
+        """Of a layer that is of both kinds."""
+        return LayerTensors(self.required | other.required, self.optional | other.optional, self.unused | other.unused)
+
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
@@ -43,6 +47,7 @@ class GgufFamily:
     `plain`: names in GGUF of weights that are no linears, and so cannot stay quantised.
     `orders`, `column_orders`: weights whose rows, or columns, GGUF has in another order.
     `changes`: {name in a layer, with its ending: function of GGUF's values in float32 that returns transformers'}.
+    `joined`: weights that GGUF has as several tensors.
     `transposed`: weights that transformers stores as [in, out].
     `kinds`: for a family whose layers differ, returns the kind of each layer. `kind_tensors`: by kind.
     """
@@ -54,9 +59,14 @@ class GgufFamily:
     orders: Mapping[str, RowOrder] = field(default_factory=dict)
     column_orders: Mapping[str, RowOrder] = field(default_factory=dict)
     changes: Mapping[str, Change] = field(default_factory=dict)
+    joined: tuple[Joined, ...] = ()
     transposed: frozenset[str] = frozenset()
     kinds: Callable[[GgufFile], Sequence[str]] | None = None
     kind_tensors: Mapping[str, LayerTensors] = field(default_factory=dict)
+
+    def joined_with(self, leaf: str) -> Joined | None:
+        """The weight of which the tensor `leaf` is a part; None if it is a weight of its own."""
+        return next((joined for joined in self.joined if leaf in joined.leaves), None)
 
 
 # Tensors with tables of rotary embeddings. field_readers.py reads them.
@@ -103,6 +113,10 @@ _DENSE_OR_EXPERTS: Final = {
         _weights("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp") | {"exp_probs_b.bias"},
     ),
 }
+_SHORT_CONVOLUTION: Final = LayerTensors(
+    _weights("shortconv.conv", "shortconv.in_proj", "shortconv.out_proj"),
+    frozenset(("shortconv.conv.bias", "shortconv.in_proj.bias", "shortconv.out_proj.bias")),
+)
 _DELTA_NET: Final[dict[str, Any]] = dict(
     plain=frozenset(("token_embd", "ssm_conv1d")),
     orders=row_orders.DELTA_NET_ORDERS,
@@ -186,12 +200,18 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
         names.LFM2,
         plain=frozenset(("token_embd", "shortconv.conv")),
         kinds=state_fields.lfm2_kinds,
+        kind_tensors={"attention": _ATTENTION_TENSORS, "state": _SHORT_CONVOLUTION},
+    ),
+    "lfm2moe": GgufFamily(
+        "lfm2_moe",
+        state_fields.lfm2_moe,
+        names.LFM2_MOE,
+        plain=frozenset(("token_embd", "shortconv.conv")),
+        kinds=state_fields.lfm2_moe_kinds,
         kind_tensors={
-            "attention": _ATTENTION_TENSORS,
-            "state": LayerTensors(
-                _weights("shortconv.conv", "shortconv.in_proj", "shortconv.out_proj"),
-                frozenset(("shortconv.conv.bias", "shortconv.in_proj.bias", "shortconv.out_proj.bias")),
-            ),
+            f"{mixer} {mlp}": tensors | _DENSE_OR_EXPERTS[mlp]
+            for mixer, tensors in (("attention", _ATTENTION_TENSORS), ("state", _SHORT_CONVOLUTION))
+            for mlp in _DENSE_OR_EXPERTS
         },
     ),
     "deepseek2": _DEEPSEEKS[True],

@@ -14,15 +14,13 @@ Fields = dict[str, Any]
 _LLAMA3: Final = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 
-def gated_fields(file: GgufFile, *, inner: int | None = None, kv_heads: int | None = None) -> Fields:
-    """The fields of decoders with RMS norms. `inner`, `kv_heads`: the width of the MLP and the number of key/value
-    heads, for families whose metadata may lack or list them."""
-    return size_fields(file, inner=inner, kv_heads=kv_heads) | dict(
-        rms_norm_eps=file.number("attention.layer_norm_rms_epsilon")
-    )
+def gated_fields(file: GgufFile, *, inner: int | None = None) -> Fields:
+    """The fields of decoders with RMS norms. `inner`: the width of the MLP, for families whose metadata may lack or
+    list it."""
+    return size_fields(file, inner=inner) | dict(rms_norm_eps=file.number("attention.layer_norm_rms_epsilon"))
 
 
-def size_fields(file: GgufFile, *, inner: int | None = None, kv_heads: int | None = None) -> Fields:
+def size_fields(file: GgufFile, *, inner: int | None = None) -> Fields:
     heads = file.count("attention.head_count")
     return dict(
         vocab_size=vocab_size(file),
@@ -30,10 +28,19 @@ def size_fields(file: GgufFile, *, inner: int | None = None, kv_heads: int | Non
         intermediate_size=file.count("feed_forward_length") if inner is None else inner,
         num_hidden_layers=file.num_layers,
         num_attention_heads=heads,
-        num_key_value_heads=file.count("attention.head_count_kv", heads) if kv_heads is None else kv_heads,
+        num_key_value_heads=kv_heads(file),
         max_position_embeddings=file.count("context_length"),
         rope_parameters=rope_fields(file, 10000.0),
     )
+
+
+def kv_heads(file: GgufFile) -> int:
+    """The number of key/value heads. Metadata may list it by layer, with 0 for a layer without attention; other layers
+    then have the largest number."""
+    listed = file.find("attention.head_count_kv")
+    if isinstance(listed, list) and listed and all(isinstance(heads, int) for heads in listed):
+        return int(max(listed))
+    return file.count("attention.head_count_kv", file.count("attention.head_count"))
 
 
 def vocab_size(file: GgufFile) -> int:

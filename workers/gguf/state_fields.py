@@ -1,26 +1,44 @@
 """The fields of config.json of hybrids: most layers have a state, the others attention. Imports no torch."""
 
 from coatcheck.proto.errors import InvalidModel
+from coatcheck.workers.gguf.expert_fields import dense_layers_first
 from coatcheck.workers.gguf.field_readers import Fields, gated_fields, head_width, rotary_share, size_fields
 from coatcheck.workers.gguf.gguf_file import GgufFile
 
 
 def lfm2(file: GgufFile) -> Fields:
-    heads = _heads_by_layer(file)
-    fields = size_fields(file, kv_heads=max(heads)) | dict(
+    fields = _short_convolutions(file)
+    return fields | dict(block_auto_adjust_ff_dim=False, block_ff_dim=fields["intermediate_size"])
+
+
+def lfm2_moe(file: GgufFile) -> Fields:
+    return _short_convolutions(file) | dict(
+        num_experts=file.count("expert_count"),
+        num_experts_per_tok=file.count("expert_used_count"),
+        moe_intermediate_size=file.count("expert_feed_forward_length"),
+        num_dense_layers=file.count("leading_dense_block_count", 0),
+        use_expert_bias=any(name.endswith("exp_probs_b.bias") for name in file.tensors),
+        norm_topk_prob=True,
+    )
+
+
+def _short_convolutions(file: GgufFile) -> Fields:
+    return size_fields(file) | dict(
         norm_eps=file.number("attention.layer_norm_rms_epsilon"),
-        block_auto_adjust_ff_dim=False,
         conv_L_cache=file.count("shortconv.l_cache"),
         conv_bias=any(name.endswith("shortconv.conv.bias") for name in file.tensors),
-        layer_types=["full_attention" if count else "conv" for count in heads],
+        layer_types=["full_attention" if count else "conv" for count in _heads_by_layer(file)],
     )
-    fields["block_ff_dim"] = fields["intermediate_size"]
-    return fields
 
 
 def lfm2_kinds(file: GgufFile) -> list[str]:
     """ "attention" or "state" for each layer."""
     return ["attention" if count else "state" for count in _heads_by_layer(file)]
+
+
+def lfm2_moe_kinds(file: GgufFile) -> list[str]:
+    """As `lfm2_kinds`, with " dense" or " experts" behind it."""
+    return [" ".join(kinds) for kinds in zip(lfm2_kinds(file), dense_layers_first(file), strict=True)]
 
 
 def _heads_by_layer(file: GgufFile) -> list[int]:

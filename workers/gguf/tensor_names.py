@@ -91,6 +91,12 @@ LFM2: Final = {
     "blk.{}.shortconv.in_proj": "model.layers.{}.conv.in_proj",
     "blk.{}.shortconv.out_proj": "model.layers.{}.conv.out_proj",
 }  # fmt: skip
+LFM2_MOE: Final = LFM2 | _layer(
+    ffn_gate_inp="feed_forward.gate",
+    ffn_gate_exps="feed_forward.experts.{}.w1",
+    ffn_up_exps="feed_forward.experts.{}.w3",
+    ffn_down_exps="feed_forward.experts.{}.w2",
+) | {"blk.{}.exp_probs_b.bias": "model.layers.{}.feed_forward.expert_bias"}  # fmt: skip
 
 FALCON: Final = {
     "token_embd": "transformer.word_embeddings",

@@ -42,7 +42,7 @@ def add_fields(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) ->
         writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", config.get("norm_eps")))
     writer.add_vocab_size(config["vocab_size"])
     kv_heads: Any = config.get("num_kv_heads" if arch == "falcon" else "num_key_value_heads")
-    if arch == "lfm2":
+    if arch in ("lfm2", "lfm2moe"):
         writer.add_head_count_kv([kv_heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
         writer.add_shortconv_l_cache(config["conv_L_cache"])
     else:
@@ -112,6 +112,9 @@ def _add_experts(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any], 
         writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
         writer.add_leading_dense_block_count(config["moe_layer_start_index"])
         writer.add_expert_shared_count(config["moe_num_shared_experts"])
+    if arch == "lfm2moe":
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if arch not in ("deepseek2", "glm4moe"):
         return
     writer.add_leading_dense_block_count(config["first_k_dense_replace"])

@@ -112,6 +112,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "conv"], block_auto_adjust_ff_dim=False,
         ),
     ),
+    "lfm2-moe": (
+        "lfm2moe", "lfm2_moe",
+        _EXPERTS | dict(
+            num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "full_attention"], num_dense_layers=2,
+        ),
+    ),
     "qwen35": ("qwen35", "qwen3_5_text", _DELTA_NET),
     "qwen35-equal-heads": ("qwen35", "qwen3_5_text", _DELTA_NET | dict(linear_num_key_heads=8)),
     "qwen35-moe": ("qwen35moe", "qwen3_5_moe_text", _DELTA_NET | _EXPERTS | dict(shared_expert_intermediate_size=256)),

@@ -50,6 +50,7 @@ def write_weights(
             held[name] = _store_latent_heads(store, config, name, values, seed)
             continue
         known = name.replace("e_score_correction_bias", "e_score_correction.bias").replace(".dt_bias", ".dt_proj.bias")
+        known = known.replace("expert_bias", "expert_bias.bias")
         found = names.get_name(known, try_suffixes=(".weight", ".bias"))
         if arch == "gemma4" and name.endswith((".router.scale", ".per_expert_scale")):
             found = f"blk.{parts[2]}.{'ffn_gate_inp' if parts[-1] == 'scale' else 'ffn_down_exps'}.scale"
@@ -62,7 +63,9 @@ def write_weights(
         back = store(found, np.ascontiguousarray(changed), seed, is_plain=is_plain)
         held[name] = torch.from_numpy((back if change is None else change.back(back)).copy()).reshape(tensor.shape)
     for seed, (merged, by_index) in enumerate(experts.items()):
-        found = names.get_name(merged, try_suffixes=(".weight",))
+        found = names.get_name(
+            merged.removeprefix("model.") if arch == "lfm2moe" else merged, try_suffixes=(".weight",)
+        )
         assert found is not None, merged
         stacked = np.stack([weights[by_index[index]].float().numpy() for index in range(len(by_index))])
         back = store(found, stacked, 1000 + seed)
