@@ -55,9 +55,6 @@ def write_text(key: str, text: str) -> None:
     internal_kv._internal_kv_put(key, text)
 
 
-def delete_number(key: str) -> None:
-    internal_kv._internal_kv_del(key)
-
-
-def delete_text(key: str) -> None:
+def delete_value(key: str) -> None:
+    """Delete the number or text at `key`, if there is one."""
     internal_kv._internal_kv_del(key)

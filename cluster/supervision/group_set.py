@@ -22,7 +22,7 @@ from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.ray_cluster.placement_plan import PlacementPlan, plan_placement
 from coatcheck.cluster.supervision.group_supervisor import GroupSupervisor
 from coatcheck.cluster.supervision.poll_interval import PollInterval
-from coatcheck.cluster.supervision.rank_actors import RankActors, RankHosts
+from coatcheck.cluster.supervision.rank_actors import RankActors, RankNodes
 from coatcheck.cluster.supervision.router_set import RouterSet
 from coatcheck.proto.errors import InvalidConfig, NotFound, Unavailable
 from coatcheck.proto.internal_tls import ClusterCertificate
@@ -68,7 +68,7 @@ class GroupSet:
         self._certificate = certificate
         self._routers = routers
         self._is_restarted = is_restarted
-        self._hosts = RankHosts()
+        self._nodes = RankNodes()
         self._supervisors: list[GroupSupervisor] = []
         self._placement_groups: dict[str, PlacementGroup] = {}
         self._ranks: dict[str, RankActors] = {}
@@ -108,7 +108,7 @@ class GroupSet:
         self._task_group = task_group
         async with self._drain_lock, self._size_lock:
             if not self._is_restarted:
-                ray_kv.delete_number(ray_kv.GROUP_COUNT)
+                ray_kv.delete_value(ray_kv.GROUP_COUNT)
             names = group_names(self._configured_size())
             # Groups that need a whole node come first. A group that `scale_groups` added before a restart has its
             # placement group already, so its strategy here has no effect.
@@ -167,8 +167,8 @@ class GroupSet:
         for placement_group in self._placement_groups.values():
             ray.util.remove_placement_group(placement_group)
         for name in {*self._placement_groups, *self._removed}:
-            ray_kv.delete_number(ray_kv.start_number_key(name))
-        ray_kv.delete_number(ray_kv.GROUP_COUNT)
+            ray_kv.delete_value(ray_kv.start_number_key(name))
+        ray_kv.delete_value(ray_kv.GROUP_COUNT)
 
     def _configured_size(self) -> int:
         return ray_kv.read_number(ray_kv.GROUP_COUNT) or self._config.groups
@@ -345,7 +345,7 @@ class GroupSet:
             # The start number stays: Ray may not have freed the actors' names when a group of this name is added again,
             # and that group then uses the next names.
             self._removed.add(name)
-        self._hosts.set_hosts(name, [])
+        self._nodes.set_nodes(name, [])
         if (placement_group := self._placement_groups.pop(name, None)) is not None:
             ray.util.remove_placement_group(placement_group)
 
@@ -360,12 +360,12 @@ class GroupSet:
                 f"Ray did not reserve resources for {name} within {_RESERVE_SECONDS} s: it needs {needs} free {where}; "
                 "`ray status` shows who holds them"
             )
-        self._hosts.set_hosts(name, launch.bundle_nodes(placement_group))
+        self._nodes.set_nodes(name, launch.bundle_nodes(placement_group))
 
     def _make_supervisor(self, name: str, *, has_served: bool) -> GroupSupervisor:
         config = self._group_config(name)
         loopback = self._config.ray_address is None
-        ranks = RankActors(config, self._placement_groups[name], self._hosts, loopback=loopback)
+        ranks = RankActors(config, self._placement_groups[name], self._nodes, loopback=loopback)
         self._ranks[name] = ranks
         return GroupSupervisor(ranks, self._poll_interval, has_served=has_served, on_change=self._publish_states)
 

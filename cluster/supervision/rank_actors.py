@@ -44,46 +44,46 @@ _WAITS = round(HANG_SECONDS / _WAIT_SECONDS)
 _WAITS_WHILE_STARTING = 120  # a rank that imports torch answers nothing for a while
 
 
-class RankHosts:
+class RankNodes:
     """The nodes of the ranks of all groups. Ranks on one node share its CPU cores."""
 
     def __init__(self) -> None:
-        self._hosts: dict[str, tuple[str, ...]] = {}
+        self._nodes: dict[str, tuple[str, ...]] = {}
 
-    def set_hosts(self, group: str, hosts: Sequence[str]) -> None:
-        """Record the node id of each rank of a group. `hosts` is empty for a removed group."""
-        self._hosts[group] = tuple(hosts)
+    def set_nodes(self, group: str, nodes: Sequence[str]) -> None:
+        """Record the node id of each rank of a group. `nodes` is empty for a removed group."""
+        self._nodes[group] = tuple(nodes)
 
-    def get_hosts(self, group: str) -> tuple[str, ...]:
+    def get_nodes(self, group: str) -> tuple[str, ...]:
         """The node id of each rank of the group; empty if the group has no nodes."""
-        return self._hosts.get(group, ())
+        return self._nodes.get(group, ())
 
-    def index_on_host(self, group: str, rank: int) -> int:
+    def index_on_node(self, group: str, rank: int) -> int:
         """How many ranks of all groups come before this one on its node. 0 if the group has no nodes."""
-        hosts = self.get_hosts(group)
-        if rank >= len(hosts):
+        nodes = self.get_nodes(group)
+        if rank >= len(nodes):
             return 0
-        earlier = itertools.takewhile(lambda name: name != group, self._hosts)
-        before = [*itertools.chain.from_iterable(self._hosts[name] for name in earlier), *hosts[:rank]]
-        return before.count(hosts[rank])
+        earlier = itertools.takewhile(lambda name: name != group, self._nodes)
+        before = [*itertools.chain.from_iterable(self._nodes[name] for name in earlier), *nodes[:rank]]
+        return before.count(nodes[rank])
 
-    def max_ranks_per_host(self, group: str) -> int:
+    def max_ranks_per_node(self, group: str) -> int:
         """The largest number of ranks, over all groups, on any node of this group."""
-        ranks = Counter(host for hosts in self._hosts.values() for host in hosts)
-        return max((ranks[host] for host in self.get_hosts(group)), default=0)
+        ranks = Counter(node for nodes in self._nodes.values() for node in nodes)
+        return max((ranks[node] for node in self.get_nodes(group)), default=0)
 
 
 class RankActors:
-    """The actors of the group's newest start. `hosts` is updated when the group gets nodes."""
+    """The actors of the group's newest start. `nodes` is updated when the group gets nodes."""
 
     def __init__(
-        self, config: GroupConfig, placement_group: PlacementGroup, hosts: RankHosts, *, loopback: bool
+        self, config: GroupConfig, placement_group: PlacementGroup, nodes: RankNodes, *, loopback: bool
     ) -> None:
         self.group = config.name
         self.tp = config.tp
         self._config = config
         self._placement_group = placement_group
-        self._hosts = hosts
+        self._nodes = nodes
         self._loopback = loopback  # see RankActor
         self._actors: list[RankHandle] = []
         self._logs: list[str] = []
@@ -127,7 +127,7 @@ class RankActors:
         """Whether Ray holds a bundle for each rank. A lost node's bundles come back once another node has room."""
         nodes = await asyncio.to_thread(launch.bundle_nodes, self._placement_group)
         if nodes:
-            self._hosts.set_hosts(self.group, nodes)
+            self._nodes.set_nodes(self.group, nodes)
         return bool(nodes)
 
     async def start_ranks(self, start_number: int, incarnation: int) -> None:
@@ -143,8 +143,8 @@ class RankActors:
                     start_number,
                     incarnation,
                     self._placement_group,
-                    rank_on_host=self._hosts.index_on_host(self.group, rank),
-                    ranks_on_host=self._hosts.max_ranks_per_host(self.group),
+                    rank_on_host=self._nodes.index_on_node(self.group, rank),
+                    ranks_on_host=self._nodes.max_ranks_per_node(self.group),
                     loopback=self._loopback,
                 )
                 self._actors.append(actor)
@@ -238,8 +238,8 @@ class RankActors:
 
     def _end_clauses(self, rank: int) -> str:
         """Why a rank may have ended: a full disk, or the memory limit of this host's container; else ""."""
-        hosts = self._hosts.get_hosts(self.group)
-        is_here = rank < len(hosts) and hosts[rank] == node_id()
+        nodes = self._nodes.get_nodes(self.group)
+        is_here = rank < len(nodes) and nodes[rank] == node_id()
         return self._full_disk_clause(rank) + (describe_memory_kill(self._memory_kills) if is_here else "")
 
     def _full_disk_clause(self, rank: int) -> str:
@@ -247,14 +247,14 @@ class RankActors:
 
         The disk of this host is checked now. For another host the last progress of a rank there counts.
         """
-        hosts = self._hosts.get_hosts(self.group)
-        if rank >= len(hosts):
+        nodes = self._nodes.get_nodes(self.group)
+        if rank >= len(nodes):
             return ""
-        if hosts[rank] == node_id():
+        if nodes[rank] == node_id():
             why = describe_full_disk(log_folder())
         else:
-            disks = zip(hosts, self._full_disks, strict=False)
-            why = next((clause for host, clause in disks if clause and host == hosts[rank]), "")
+            disks = zip(nodes, self._full_disks, strict=False)
+            why = next((clause for node, clause in disks if clause and node == nodes[rank]), "")
         return f"; {why}" if why else ""
 
 

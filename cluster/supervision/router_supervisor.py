@@ -106,9 +106,9 @@ class RouterSupervisor:
 
     def forget_ports(self) -> None:
         """Delete the ports that the next supervisor would restore, and the mark of a restart."""
-        ray_kv.delete_number(ray_kv.restart_key(self._config.name))
-        ray_kv.delete_number(ray_kv.grpc_port_key(self._config.name))
-        ray_kv.delete_number(ray_kv.http_port_key(self._config.name))
+        ray_kv.delete_value(ray_kv.restart_key(self._config.name))
+        ray_kv.delete_value(ray_kv.grpc_port_key(self._config.name))
+        ray_kv.delete_value(ray_kv.http_port_key(self._config.name))
 
     async def supervise_router(self) -> None:
         """Keep the router running until cancelled. Returns only if a router that has never served cannot start."""
@@ -184,7 +184,7 @@ class RouterSupervisor:
             self._is_restarting = False  # a process that has refused the call serves on
             with suppress(RayError, TimeoutError):
                 await self._undo_drain(actor)
-            ray_kv.delete_number(ray_kv.restart_key(self._config.name))
+            ray_kv.delete_value(ray_kv.restart_key(self._config.name))
             what = "did not drain" if isinstance(error, RayTaskError) else "was lost before it had drained"
             raise Unavailable(f"{self._config.name} {what}: {_explain_end(error, '')}; try again") from None
         self._failed_starts = 0
@@ -245,7 +245,7 @@ class RouterSupervisor:
         if not is_new and ray_kv.read_number(ray_kv.restart_key(config.name)):
             _log.warning("the former supervisor ended while it restarted %s; its drain is undone", config.name)
             await self._undo_drain(actor)
-        ray_kv.delete_number(ray_kv.restart_key(config.name))
+        ray_kv.delete_value(ray_kv.restart_key(config.name))
         self._keep_ports(address, http_address)
         self.http_address = http_address
         self.address = address

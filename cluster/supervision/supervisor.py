@@ -40,7 +40,7 @@ class Supervisor:
         self._plan = plan
         self._is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
         if not self._is_restarted:
-            ray_kv.delete_text(ray_kv.ROLLOUT)
+            ray_kv.delete_value(ray_kv.ROLLOUT)
         stored = read_rollout() or StoredRollout(config, Pending())
         config = stored.config
         self._routers = RouterSet(config, certificates.router, resume_key, has_served=self._is_restarted)
@@ -120,7 +120,7 @@ class Supervisor:
         self._supervision.cancel()
         await asyncio.gather(self._supervision, return_exceptions=True)
         await asyncio.gather(self._routers.stop_routers(now=now), self._groups.stop_groups(now=now))
-        ray_kv.delete_text(ray_kv.ROLLOUT)
+        ray_kv.delete_value(ray_kv.ROLLOUT)
         if self._rollout.config.max_groups is not None:
             launch.request_nodes(self._plan.bundle, 0)
 

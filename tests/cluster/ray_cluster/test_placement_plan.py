@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.cluster.ray_cluster.placement_plan import InsufficientResources, Node, plan_placement
-from coatcheck.cluster.supervision.rank_actors import RankHosts
+from coatcheck.cluster.supervision.rank_actors import RankNodes
 from coatcheck.proto.errors import InvalidConfig
 
 GPU_NODE = {"CPU": 64.0, "GPU": 8.0, "memory": 1e12}
@@ -104,11 +104,11 @@ def test_nodes_of_one_name_are_two_nodes() -> None:
 def test_ranks_beside_a_group_are_counted_where_most_are() -> None:
     """A group is told the number of ranks, of all groups, on the fullest of its nodes, and each rank its index among
     those on its node. A group that is gone counts no more."""
-    hosts = RankHosts()
-    hosts.set_hosts("a", ["x", "y"])
-    hosts.set_hosts("b", ["y", "y"])
-    assert (hosts.max_ranks_per_host("a"), hosts.max_ranks_per_host("b"), hosts.max_ranks_per_host("c")) == (3, 3, 0)
-    assert [hosts.index_on_host("a", rank) for rank in (0, 1)] == [0, 0]
-    assert [hosts.index_on_host("b", rank) for rank in (0, 1, 2)] == [1, 2, 0]  # it has no third node yet
-    hosts.set_hosts("b", [])
-    assert hosts.max_ranks_per_host("a") == 1
+    nodes = RankNodes()
+    nodes.set_nodes("a", ["x", "y"])
+    nodes.set_nodes("b", ["y", "y"])
+    assert (nodes.max_ranks_per_node("a"), nodes.max_ranks_per_node("b"), nodes.max_ranks_per_node("c")) == (3, 3, 0)
+    assert [nodes.index_on_node("a", rank) for rank in (0, 1)] == [0, 0]
+    assert [nodes.index_on_node("b", rank) for rank in (0, 1, 2)] == [1, 2, 0]  # it has no third node yet
+    nodes.set_nodes("b", [])
+    assert nodes.max_ranks_per_node("a") == 1

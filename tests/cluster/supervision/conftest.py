@@ -49,10 +49,9 @@ async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
         (group_set, "RankActors", make_ranks),
         (ray_kv, "read_number", cluster.numbers.get),
         (ray_kv, "write_number", cluster.numbers.__setitem__),
-        (ray_kv, "delete_number", lambda key: cluster.numbers.pop(key, None)),
         (ray_kv, "read_text", cluster.texts.get),
         (ray_kv, "write_text", cluster.texts.__setitem__),
-        (ray_kv, "delete_text", lambda key: cluster.texts.pop(key, None)),
+        (ray_kv, "delete_value", lambda key: (cluster.numbers.pop(key, None), cluster.texts.pop(key, None))),
     ]
     for owner, name, replacement in replacements:
         monkeypatch.setattr(owner, name, replacement)

@@ -41,7 +41,7 @@ def started(monkeypatch: pytest.MonkeyPatch, numbers: dict[str, int]) -> list[Fa
 
     monkeypatch.setattr(ray_kv, "read_number", numbers.get)
     monkeypatch.setattr(ray_kv, "write_number", numbers.__setitem__)
-    monkeypatch.setattr(ray_kv, "delete_number", lambda key: numbers.pop(key, None))
+    monkeypatch.setattr(ray_kv, "delete_value", lambda key: numbers.pop(key, None))
     monkeypatch.setattr(launch, "find_router", lambda name: None)
     monkeypatch.setattr(launch, "start_router", start_router)
     monkeypatch.setattr(launch, "kill_actor", lambda actor: setattr(actor, "is_dead", True))

@@ -82,7 +82,7 @@ def store_numbers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     numbers: dict[str, int] = {}
     monkeypatch.setattr(ray_kv, "read_number", numbers.get)
     monkeypatch.setattr(ray_kv, "write_number", numbers.__setitem__)
-    monkeypatch.setattr(ray_kv, "delete_number", lambda key: numbers.pop(key, None))
+    monkeypatch.setattr(ray_kv, "delete_value", lambda key: numbers.pop(key, None))
     return numbers
 
 
