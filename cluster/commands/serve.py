@@ -21,9 +21,8 @@ from coatcheck.cluster.config.settings import with_flags
 from coatcheck.cluster.preflight.adapters import check_adapters
 from coatcheck.cluster.preflight.architecture import check_architecture
 from coatcheck.cluster.preflight.checkpoint import check_checkpoint
-from coatcheck.cluster.preflight.download import check_download
 from coatcheck.cluster.preflight.machine import check_attention_backend, check_gpus, check_memory, check_ports
-from coatcheck.cluster.preflight.model import check_model, check_model_directory
+from coatcheck.cluster.preflight.model import check_download, check_model, check_model_directory
 from coatcheck.cluster.ray_cluster.ray_address import find_ray
 from coatcheck.cluster.session.apply_settings import ApplySettings
 from coatcheck.cluster.session.kubernetes_events import pod_events

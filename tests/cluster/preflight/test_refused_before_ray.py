@@ -17,9 +17,8 @@ import pytest
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.preflight.checkpoint import check_checkpoint
-from coatcheck.cluster.preflight.download import check_download
 from coatcheck.cluster.preflight.machine import check_gpus, check_ports
-from coatcheck.cluster.preflight.model import check_model
+from coatcheck.cluster.preflight.model import check_download, check_model
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.model import known_architectures
 from tests.cluster import broken_models as broken
