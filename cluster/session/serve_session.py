@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeVar
 
 from coatcheck.cluster.config.exposure import describe_exposure
@@ -43,7 +42,7 @@ from coatcheck.workers.host.disk_space import describe_full_disk
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from coatcheck.cluster.ray_cluster.actor_handles import RemoteMethod, SupervisorHandle
+    from coatcheck.cluster.ray_cluster.actor_handles import SupervisorHandle
     from coatcheck.cluster.ray_cluster.cluster_state import ClusterState
 
 T = TypeVar("T")
@@ -148,13 +147,13 @@ class ServeSession:
 
     def _check_running_cluster(self, supervisor: "SupervisorHandle") -> None:
         """Raises InvalidConfig unless the running cluster has this version's contract and these settings."""
-        contract, version = self._call(supervisor.get_contract)
+        contract, version = self._call(supervisor.get_contract.remote)
         if difference := contract_mismatch("the running cluster", contract, version):
             raise InvalidConfig(difference)
         if self._applies is not None:
             self._applies.send(supervisor, self._config, self._send_config, self._announce)
             return
-        running = self._call(supervisor.get_config)
+        running = self._call(supervisor.get_config.remote)
         check_same_settings(running, self._config)
         if running.groups != self._config.groups:
             self._print(
@@ -164,8 +163,7 @@ class ServeSession:
 
     def _send_config(self, supervisor: "SupervisorHandle", config: ServeConfig) -> str:
         """Send these settings to the supervisor. Returns why it refuses them; "" if it does not."""
-        refusal: str = self._call(SimpleNamespace(remote=lambda: supervisor.apply_config.remote(config)))
-        return refusal
+        return self._call(lambda: supervisor.apply_config.remote(config))
 
     def _publish_token(self) -> None:
         """Write the file with which other commands of this user find a local Ray. Call it once `ends_at_once` is False:
@@ -185,7 +183,7 @@ class ServeSession:
         printed, warned, serving_since = "", False, None
         with ProgressBars(self._console) as bars:
             while not self._signals.drain_requested.wait(_POLL_SECONDS):
-                state = self._call(supervisor.get_state)
+                state = self._call(supervisor.get_state.remote)
                 bars.update_bars(state)
                 if state.failure:
                     raise Unavailable(state.failure)
@@ -197,7 +195,7 @@ class ServeSession:
                 stage = state.stage
                 if state.is_ready:
                     serving_since = serving_since or time.monotonic()
-                    missing = self._call(supervisor.find_missing_connection)
+                    missing = self._call(supervisor.find_missing_connection.remote)
                     if not missing:
                         return state
                     if time.monotonic() > serving_since + USUAL_CONNECT_SECONDS:
@@ -218,7 +216,7 @@ class ServeSession:
             if full and not was_full:
                 self._announce(Notice(f"warning: {full}; running processes go on", "DiskFull", is_warning=True))
             was_full = bool(full)
-            state = self._call(supervisor.get_state)
+            state = self._call(supervisor.get_state.remote)
             if state.failure:
                 raise Unavailable(state.failure)
             if self._applies is not None:
@@ -277,8 +275,9 @@ class ServeSession:
             if self._signals.kill_requested.is_set() or time.monotonic() > deadline:
                 return
 
-    def _call(self, method: "RemoteMethod[[], T]") -> T:
-        """Call a method of the supervisor and return the result. Prints a line every 10 s while there is no answer.
+    def _call(self, send: "Callable[[], ObjectRef[T]]") -> T:
+        """The result of a call to the supervisor. `send` makes the call, again after 10 s without an answer, each time
+        with a line.
 
         Raises Unavailable after 300 s; after 60 s if the supervisor is dead or this node's raylet has ended; after 5 s
         if a signal has come.
@@ -290,7 +289,7 @@ class ServeSession:
 
         began = printed = time.monotonic()
         while True:
-            answer = method.remote()
+            answer = send()
             sent = time.monotonic()
             try:
                 while not ray.wait([answer], timeout=_POLL_SECONDS)[0]:
