@@ -29,8 +29,8 @@ from coatcheck.workers.kv.host_pool import HostPool
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry, choose_max_ghosts
 from coatcheck.workers.kv.state_snapshots import StateSnapshots
 
-# Every 31st copy that costs too much is made nonetheless. Otherwise no copy would be measured again, and a cost that
-# was measured in a bad moment would never change.
+# Every 31st copy that is found too costly is made nonetheless. Otherwise no copy would be measured again, and a cost
+# that was measured in a bad moment would never change.
 _TRIAL_EVERY: Final = 31
 # A save is two kernels for each layer with a state, so many sequences that end a block together would make one step
 # long. A sequence that is left out tries again at the end of its next block.
@@ -100,7 +100,7 @@ class KVCacheManager:
         if num_on_host and not self.copy_cost.is_restore_faster(
             num_on_host, num_queued=len(self._queued), with_decodes=with_decodes
         ):
-            return found[: found.index(None) + self._is_trial("restore")]  # a trial restores one block
+            return found[: found.index(None) + int(self._count_rejected_copy("restore"))]  # a trial restores one block
         return found
 
     def is_prefix_pending(self, sequence: Sequence, *, with_decodes: bool) -> bool:
@@ -254,7 +254,7 @@ class KVCacheManager:
         if prefix.block_hash in self.host:
             self.host.requeue_block(prefix.block_hash)
             return
-        is_worthwhile = self.copy_cost.is_demotion_worthwhile or self._is_trial("demote")
+        is_worthwhile = self.copy_cost.is_demotion_worthwhile or self._count_rejected_copy("demote")
         if is_worthwhile and (host_block := self.host.begin_demotion(prefix)) is not None:
             plan.demotes.append((block, host_block))
 
@@ -320,8 +320,7 @@ class KVCacheManager:
         return self.copy_cost.recovery_seconds(num_tokens)
 
     def drain_events(self) -> list[KvEvent]:
-        """The events since the last call: of the device pool, then of the host pool or of the snapshots of states. In
-        order within each."""
+        """The events since the last call: of the device pool, then of the other tier, in order within each."""
         other = self.host if self.states is None else self.states
         return self.pool.drain_events() + other.drain_events()
 
@@ -355,7 +354,8 @@ class KVCacheManager:
         self.host.check()
         return [[restore.block] for restore in in_progress]
 
-    def _is_trial(self, direction: str) -> bool:
+    def _count_rejected_copy(self, direction: str) -> bool:
+        """Count a copy that costs too much. Return whether to make it nonetheless, as a trial (see _TRIAL_EVERY)."""
         self._num_rejected[direction] += 1
         return self._num_rejected[direction] % _TRIAL_EVERY == 0
 
