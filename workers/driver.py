@@ -119,8 +119,9 @@ class Driver:
         return self._config.collective_timeout_seconds + longest
 
     def _die(self, error: BaseException) -> NoReturn:
-        """End the process, and thereby the group, after the engine has failed. If the cause is known, send it to the
-        routers first, because a running request may have caused the failure."""
+        """End the process, and thereby the group, after the engine has failed or a step hangs. If the cause is known,
+        send it to the routers first, because a running request may have caused the failure. In the engine's thread, or
+        in the watchdog's."""
         try:
             self._record.record_error(error)
             if cause := self._record.describe_cause(error):

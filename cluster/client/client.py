@@ -56,7 +56,7 @@ class GenerationStream:
 
 
 class ClientOptions(TypedDict, total=False):
-    """See AsyncClient."""
+    """The keyword arguments of Client. Their meaning is that of AsyncClient's."""
 
     api_key: str | None
     tls_ca: str | None

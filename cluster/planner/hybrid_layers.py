@@ -40,8 +40,8 @@ class HybridLayers:
         return cls(kinds, config.model_type in {"nemotron_h", *WITHOUT_ATTENTION}, states)
 
     @property
-    def attention(self) -> tuple[int, ...]:
-        """The layers with attention."""
+    def attention_layers(self) -> tuple[int, ...]:
+        """The indices of the layers with attention."""
         return tuple(layer for layer, kind in enumerate(self.kinds) if kind in _ATTENTION)
 
     def has_mlp(self, layer: int) -> bool:

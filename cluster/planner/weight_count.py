@@ -114,7 +114,7 @@ def _layer_weights(
     dense = experts = 0
     layer = layers[0] if layers else NO_ATTENTION
     hybrid = HybridLayers.of(config)
-    attending = range(len(layers)) if hybrid is None else hybrid.attention
+    attending = range(len(layers)) if hybrid is None else hybrid.attention_layers
     by_layer, attentions = {state.layer: state for state in states}, iter(layers)
     for index in range(len(layers) if hybrid is None else len(hybrid.kinds)):
         dense += _beside_attention(config, hidden)

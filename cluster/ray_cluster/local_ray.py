@@ -36,7 +36,7 @@ def ray_folder() -> Path:
 
 
 def temporary_folder() -> Path:
-    """The folder above `ray_folder`."""
+    """RAY_TMPDIR; without it TMPDIR, or /tmp if TMPDIR is not set or is too long for Ray's sockets."""
     folder = os.environ.get("TMPDIR") or _TMP
     return Path(os.environ.get("RAY_TMPDIR") or (_TMP if is_too_long(folder) else folder))
 

@@ -108,7 +108,8 @@ class Autoscaler:
         self._logged_size = 0  # the last size that was logged as wanted; 0 once the cluster has it
         self._not_before = -math.inf
         self._removal: asyncio.Task[None] | None = None  # the removal of a group, which goes on between samples
-        self._removal_from = 0  # number of groups for as long as `_removal` waits; 0 once it drains its group
+        # The number of groups when `_removal` began. 0 once the number has changed: then the removal drains its group.
+        self._removal_from = 0
 
     def set_rule(self, rule: AutoscaleRule | None) -> None:
         """Use another rule from the next sample on. A group that is being added or removed stays so: to start one may

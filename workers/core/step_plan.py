@@ -67,7 +67,7 @@ class DraftToken(NamedTuple):
 
 
 class TableWrite(NamedTuple):
-    """block_tables[slot][block_index] = block."""
+    """An entry of the ranks' block tables that changes: block_tables[slot][block_index] = block."""
 
     slot: int
     block_index: int

@@ -28,7 +28,7 @@ _COUNTS: Final = (
     "host_blocks_total", "host_blocks_used", "demotions", "restores", "integrity_failures",
     "draft_tokens", "accepted_draft_tokens",
 )  # fmt: skip
-_Counts = TypeVar("_Counts", public.Evictions, public.PrefixMisses)
+_ByReason = TypeVar("_ByReason", public.Evictions, public.PrefixMisses)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +97,7 @@ class GroupReport:
         )
 
 
-def _fill_counts(message: _Counts, counts: Mapping[EvictionReason, int] | Mapping[MissReason, int]) -> _Counts:
+def _fill_counts(message: _ByReason, counts: Mapping[EvictionReason, int] | Mapping[MissReason, int]) -> _ByReason:
     """Fill `message`, whose fields have the reasons' names."""
     for reason, count in counts.items():
         setattr(message, reason.name.lower(), count)

@@ -92,7 +92,7 @@ class WorkerService(WorkerServicer):
     def send_failure_notice(self, reason: str, unstarted: Collection[str]) -> None:
         """Tell every router why the group ends and which of the router's requests had not started. End every stream.
         `unstarted`: engine request ids. Submissions that the engine has not read are added to them. In the engine's
-        thread; takes at most _FAILURE_NOTICE_SECONDS."""
+        thread, or in the watchdog's if a step hangs; takes at most _FAILURE_NOTICE_SECONDS."""
         sent = asyncio.run_coroutine_threadsafe(self._send_failure_notice(reason, unstarted), self._loop)
         with suppress(TimeoutError):
             sent.result(_FAILURE_NOTICE_SECONDS)
