@@ -139,7 +139,7 @@ class InputProcessor:
     def _block_key(self, request: EngineRequest) -> bytes:
         salt_and_adapter = request.cache_salt, request.adapter
         if salt_and_adapter not in self._keys:
-            if len(self._keys) > _MAX_KEYS:
+            if len(self._keys) >= _MAX_KEYS:
                 self._keys.clear()
             self._keys[salt_and_adapter] = block_key(
                 salt=request.cache_salt,
