@@ -12,7 +12,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -75,8 +75,10 @@ def _azure(file: io.TextIOBase) -> Iterator[TraceEntry]:
 def _azure_entry(row: dict[str, Any], line: int) -> TraceEntry:
     try:
         # The file has seven decimals of a second; datetime reads six.
-        at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-        return _entry(at, row["ContextTokens"], row["GeneratedTokens"])
+        written = datetime.fromisoformat(row["TIMESTAMP"][:26])
+        # UTC, also without an offset: in local time a gap would depend on when clocks are set back here.
+        at = written if written.tzinfo else written.replace(tzinfo=UTC)
+        return _entry(at.timestamp(), row["ContextTokens"], row["GeneratedTokens"])
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise _not_azure(line, error) from None
 

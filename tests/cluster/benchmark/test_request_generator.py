@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +110,20 @@ def test_azure_trace(tmp_path: Path) -> None:
     one, other = RequestGenerator(vocab_size=10**6).replay(trace)
     assert (len(ids(one)), one.output_len, len(ids(other))) == (374, 44, 396)
     assert ids(one)[:10] != ids(other)[:10]
+
+
+def test_the_times_of_an_azure_trace_are_utc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrivals are one second apart wherever the trace is read, also in the hour in which clocks there are set back."""
+    path = tmp_path / "azure.csv"
+    rows = ("2024-10-27 02:59:59,3,4", "2024-10-27 03:00:00,3,4", "2024-10-27 03:00:01.000000+00:00,3,4")
+    path.write_text("\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *rows)))
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        assert [entry.at for entry in read_trace(path)] == [0.0, 1.0, 2.0]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_scales() -> None:
