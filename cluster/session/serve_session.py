@@ -276,8 +276,8 @@ class ServeSession:
                 return
 
     def _call(self, send: "Callable[[], ObjectRef[T]]") -> T:
-        """The result of a call to the supervisor. `send` makes the call, again after 10 s without an answer, each time
-        with a line.
+        """The result of a call to the supervisor, which `send` sends, again after 10 s without an answer. Meanwhile a
+        line is printed every 10 s.
 
         Raises Unavailable after 300 s; after 60 s if the supervisor is dead or this node's raylet has ended; after 5 s
         if a signal has come.
