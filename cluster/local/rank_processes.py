@@ -67,7 +67,7 @@ class RankProcesses:
         return bool(self._ranks)
 
     async def adopt_ranks(self) -> tuple[int | None, tuple[RankProgress, ...]]:
-        """Nothing: ranks end with the process that has started them."""
+        """(None, ()): there is nothing to adopt, because ranks end with the process that has started them."""
         return None, ()
 
     async def find_nodes(self) -> bool:
@@ -91,7 +91,7 @@ class RankProcesses:
         return read_crash(self._record_base(self._incarnation - 1), list(range(self.tp)), self.tp)
 
     async def run_ranks(self) -> None:
-        """Nothing: the ranks run since `start_ranks`."""
+        """Do nothing: the ranks run since `start_ranks`."""
 
     async def read_progress(self) -> tuple[RankProgress, ...]:
         """The progress of each rank. Raises RankEnded if one has ended or hangs."""

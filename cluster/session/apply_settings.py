@@ -28,7 +28,7 @@ class ApplySettings:
         self._file = file
         self._read = read
         self._ready_file = ready_file
-        self._text: str | None = None
+        self._text: str | None = None  # what `_read_text` returns if the file cannot be read now
         self._text = self._last_text = self._read_text()
         self._has_warned = False
         self._error = ""  # why the file is invalid, as it was read last

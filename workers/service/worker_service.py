@@ -58,7 +58,7 @@ class WorkerService(WorkerServicer):
         self._certificate = certificate
         self._num_attached = 0  # since the start
         self._streams: set[asyncio.Task[object]] = set()
-        # Both after the last step whose messages are in the outboxes.
+        # The next three are those after the last step whose messages are in the outboxes.
         self._stats: EngineStats | None = None
         self._num_processed: dict[int, int] = {}  # submissions that the stats include, by session
         self._all_processed = 0  # those of all routers since the start
