@@ -35,6 +35,7 @@ KERNELS = [
     "short_conv",
     "transfer_blocks",
 ]
+FOR_ALL_CLASSES = ["cpu", "decoder_layers", "expert_layers", "gather_rows", "heads_linear", "pack_weight", "team"]
 # Of each class the kernels and the compiler's flags. A kernel that a class lacks is taken from a class before it
 # (kernels/native.py). cpu.c checks that the processor has everything that the flags of a class allow.
 CLASSES = {"generic": (KERNELS, [])}
@@ -92,10 +93,7 @@ setup(
     ext_modules=[
         Extension(
             "coatcheck.kernels._native",
-            sources=[
-                f"kernels/csrc/{name}.c"
-                for name in ("cpu", "decoder_layers", "expert_layers", "heads_linear", "pack_weight", "team")
-            ],
+            sources=[f"kernels/csrc/{name}.c" for name in FOR_ALL_CLASSES],
             depends=glob("kernels/csrc/**/*.[ch]", recursive=True),
             include_dirs=[INCLUDE],
             extra_compile_args=FLAGS,

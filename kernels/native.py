@@ -25,7 +25,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 26
+VERSION = 27
 CPU_CLASS_VARIABLE = "COATCHECK_CPU"
 
 # From the worst to the best, as in kernels/README.md. For a kernel that a class lacks, the best class before it is used
@@ -74,7 +74,8 @@ _SIGNATURES = {
     "attention_sublayer": "ppppp:r",
     "experts_product": "ppp:v",
     "experts_scratch": "pq:q",
-    "fused_layers": "pppqpp:r",
+    "fused_layers": "pppqppp:r",
+    "gather_rows": "p:v",
     "has_class": "p:r",
     "heads_linear": "pp:v",
     "mlp_sublayer": "ppp:v",
@@ -99,6 +100,7 @@ SELECTIVE_SCAN = struct.Struct("@12P8q")
 LATENT_ROTARY = struct.Struct("@8P11qff")
 LORA = struct.Struct("@7P7q")
 HEADS_LINEAR = struct.Struct("@PqqPqqPqqqqqqPq")
+STEP_ROWS = struct.Struct("@PqPqPqqq6P")
 
 # {dtype in which the C library computes: its `type`}. float16 on a CPU is computed by the references.
 TYPES = {torch.bfloat16: 0, torch.float32: 1}

@@ -3,7 +3,7 @@
 
 /* Increase this with every change of a signature or a struct: kernels/native.py refuses a library with another
  * version. */
-int native_version(void) { return 26; }
+int native_version(void) { return 27; }
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>

@@ -131,11 +131,11 @@ static void layers_work(const void *context) {
     }
 }
 
-/* `s`: the input of the first of `count` layers. At the end s->out + s->sum is the input of the next layer. The
- * residual is updated in place. Returns 0, or -1 as attention_sublayer does. One thread plans the work of experts, so a
- * team ends before them. */
+/* `s`: the input of the first of `count` layers. At the end s->out + s->sum is the input of the next layer; if `last_norm`
+ * has a weight, s->out is the norm of that sum. The residual is updated in place. Returns 0, or -1 as attention_sublayer
+ * does. One thread plans the work of experts, so a team ends before them. */
 int fused_layers(const Kernels *f, const Layer *layers, const KvCache *caches, int64_t count, const Step *steps,
-                 const Stream *s) {
+                 const Scale *last_norm, const Stream *s) {
     Stream now = *s;
     for (int64_t first = 0, last; first < count; first = last + 1) {
         for (last = first; last + 1 < count && !layers[last].experts;) last++;
@@ -146,5 +146,6 @@ int fused_layers(const Kernels *f, const Layer *layers, const KvCache *caches, i
         sparse_sublayer(f, l->experts, &now);
         scale_rows(f, &l->after_mlp, now.out, now.tokens, l->attention.qkv.depth, l->attention.type);
     }
+    if (last_norm->weight) normed(f, last_norm, &now, layers->attention.qkv.depth, layers->attention.type, now.out);
     return 0;
 }

@@ -56,13 +56,8 @@ class StepTables:
     def __init__(
         self, cos: Tensor, sin: Tensor, slot_mapping: Tensor, block_tables: Tensor, seq_lens: Tensor, cu_seqlens: Tensor
     ) -> None:
-        tokens, cpu = len(slot_mapping), torch.device("cpu")
-        check_tables(block_tables, seq_lens, cu_seqlens, cpu)
-        check_dense("slot_mapping", slot_mapping, (None,), torch.int64, cpu)
-        check_dtype("cos", cos, *native.TYPES)
-        check_dense("cos", cos, (tokens, None), cos.dtype, cpu)
-        check_dense("sin", sin, tuple(cos.shape), cos.dtype, cpu)
-        self.tokens = tokens
+        _check_step(cos, sin, slot_mapping, block_tables, seq_lens, cu_seqlens)
+        self.tokens = len(slot_mapping)
         self.rot_dim = cos.shape[1]
         self._held = (cos, sin, slot_mapping, block_tables, seq_lens, cu_seqlens)  # `packed` points into them
         self.packed = _STEP.pack(
@@ -220,11 +215,13 @@ class FusedLayer:
 
 
 class FusedLayers:
-    """Consecutive layers in one call into C. Only for groups of one rank, because there is no all-reduce between
-    them."""
+    """All layers of a model and its final norm in one call into C. Only for groups of one rank, because there is no
+    all-reduce between them."""
 
-    def __init__(self, layers: Sequence[FusedLayer]) -> None:
-        self._layers = tuple(layers)  # `_packed` points into them
+    def __init__(self, layers: Sequence[FusedLayer], final_norm: RmsNorm) -> None:
+        self._layers, self._final_norm = tuple(layers), final_norm  # `_packed` and `_packed_norm` point into them
+        if final_norm.rounds_last:
+            refuse("final_norm", "a norm without rounds_last", final_norm)
         widths = {(sublayer.hidden, sublayer.dtype) for layer in layers for sublayer in (layer.attention, layer.mlp)}
         if len(widths) != 1:
             refuse("layers", "one hidden size and dtype", widths)
@@ -233,6 +230,7 @@ class FusedLayers:
             + _scale(layer.after_mlp) + _INT.pack(layer.table_index)
             for layer in layers
         )  # fmt: skip
+        self._packed_norm = _scale(final_norm)
         self._head_dim = min(layer.attention.head_dim for layer in layers)
         self._sized_for, self._size = -1, 0
         self._caches: Sequence[KVCache] = ()
@@ -242,8 +240,8 @@ class FusedLayers:
     def __call__(
         self, x: Tensor, count: int, steps: Sequence[StepTables], caches: Sequence[KVCache]
     ) -> tuple[Tensor, Tensor]:
-        """Compute the first `count` layers. Returns (out, residual), whose sum is the hidden state. `x` is overwritten:
-        it is the residual.
+        """Compute the first `count` layers. Returns (out, residual), whose sum is the hidden state. After all layers
+        `out` is the final norm of that sum. `x` is overwritten: it is the residual.
 
         `caches`: the cache of each layer. The list is packed when it is first used, and must not change after that.
         """
@@ -258,8 +256,9 @@ class FusedLayers:
             self._caches = caches
         out = torch.empty_like(x)
         tables = b"".join(step.packed for step in steps)
+        norm = self._packed_norm if count == len(self._layers) else _NO_NORM
         stream = _stream(x, None, x, out, self._scratch_size(x.shape[0]))
-        if self._call(self._kernels, self._packed, self._packed_caches, count, tables, stream):
+        if self._call(self._kernels, self._packed, self._packed_caches, count, tables, norm, stream):
             raise native.out_of_memory("fused_layers")
         return out, x
 
@@ -297,6 +296,18 @@ def _row_bytes(elements: int, dtype: torch.dtype, *linears: PackedLinear) -> int
 
 def _scale(norm: RmsNorm | None) -> bytes:
     return _NO_NORM if norm is None else _SCALE.pack(norm.weight.data_ptr(), norm.eps, norm.offset)
+
+
+@once_per_geometry
+def _check_step(
+    cos: Tensor, sin: Tensor, slot_mapping: Tensor, block_tables: Tensor, seq_lens: Tensor, cu_seqlens: Tensor
+) -> None:
+    cpu = torch.device("cpu")
+    check_tables(block_tables, seq_lens, cu_seqlens, cpu)
+    check_dense("slot_mapping", slot_mapping, (None,), torch.int64, cpu)
+    check_dtype("cos", cos, *native.TYPES)
+    check_dense("cos", cos, (len(slot_mapping), None), cos.dtype, cpu)
+    check_dense("sin", sin, tuple(cos.shape), cos.dtype, cpu)
 
 
 @once_per_geometry

@@ -12,6 +12,7 @@ read them.
 
 from collections.abc import Iterable
 from enum import Enum, Flag, auto
+from functools import cache
 from typing import Final, NamedTuple
 
 from coatcheck.proto.sampling import SamplingParams
@@ -102,6 +103,7 @@ def union(features: Iterable[SamplingFeature]) -> SamplingFeature:
     return everything
 
 
+@cache
 def choose_form(features: SamplingFeature, *, can_merge: bool) -> SamplingChoice:
     """The cheapest form that computes rows with these features.
 

@@ -221,8 +221,11 @@ class DenseMlp:
         return (x if self.reduce is None else self.reduce(x)), residual
 
 
-def pack_fused_layers(layers: Sequence[DecoderLayer], table_indices: Sequence[int]) -> FusedLayers | None:
-    """All layers as one call into C. None if a layer does not run in C, or if the group has several ranks.
+def pack_fused_layers(
+    layers: Sequence[DecoderLayer], table_indices: Sequence[int], final_norm: RmsNorm
+) -> FusedLayers | None:
+    """All layers and the final norm as one call into C. None if a layer does not run in C, or if the group has several
+    ranks.
 
     `table_indices`: for each layer, the index of its rotary tables among those of the step.
     """
@@ -236,7 +239,7 @@ def pack_fused_layers(layers: Sequence[DecoderLayer], table_indices: Sequence[in
         fused.append(
             FusedLayer(layer.attention_sublayer, mlp.native_sublayer, layer.attention_norm, layer.mlp_norm, table)
         )
-    return FusedLayers(fused)
+    return FusedLayers(fused, final_norm)
 
 
 def activation_name(config: Any) -> str:

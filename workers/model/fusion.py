@@ -88,7 +88,8 @@ class FusedBody:
         # Element i: the all-reduce that the input of layer i still needs. Last element: that of the final norm's input.
         self._deferred_sums = [None, *(layer.defer_sum() for layer in layers)]
         self._is_native = any(layer.attention_sublayer is not None for layer in layers)
-        self._fused_layers = pack_fused_layers(layers, [self._rope_types.index(rope_type) for rope_type in rope_types])
+        table_indices = [self._rope_types.index(rope_type) for rope_type in rope_types]
+        self._fused_layers = pack_fused_layers(layers, table_indices, norm)
 
     def __call__(
         self,
@@ -111,6 +112,8 @@ class FusedBody:
             done = last if logits_indices is not None else last + 1
             caches = cast("list[KVCache]", layer_caches)  # layers in C have neither latents nor states
             hidden, residual = self._fused_layers(hidden, done, native_tables, caches)
+            if done > last:  # the call has computed the final norm, too
+                return hidden
         for index in range(done, last + 1):
             layer, rope_type = self._layers[index]
             rows = logits_indices if index == last else None

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
+from coatcheck.kernels.kv.gather_rows import gather_rows
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.linear_attention.chunks import MIN_CHUNKED
 from coatcheck.kernels.lora.lora_tiles import pack_tiles, view_tiles
@@ -216,39 +217,33 @@ class ModelRunner:
 
     def _forward(self, rows: list[ScheduledSequence], logits_indices: LogitsIndices | None) -> Tensor:
         """Hidden states of the rows' T tokens, [T, hidden]; with `logits_indices`, of its R tokens, [R, hidden]."""
-        lens = [row.num_tokens for row in rows]
-        cu_seqlens = list(accumulate(lens, initial=0))
-        slots, starts, counts = self._int64([(row.slot, row.start, row.num_tokens) for row in rows]).T
-        seq_lens = starts + counts
-        if max(lens) == 1:
-            token_slots, positions = slots, starts
-        else:
-            row_of = torch.arange(len(rows), device=self._device).repeat_interleave(counts, output_size=cu_seqlens[-1])
-            token_slots = slots[row_of]
-            first_token = self._int64(cu_seqlens[:-1])
-            positions = torch.arange(cu_seqlens[-1], device=self._device) + (starts - first_token)[row_of]
-        size = self._layout.block_size
-        max_seq_len = max(_seq_lens(rows))
-        blocks = self._block_tables[token_slots, positions // size]
-        tables = self._block_tables[slots, : -(-max_seq_len // size)]
+        lens, seq_lens = [row.num_tokens for row in rows], _seq_lens(rows)
+        spans = upload(np.array([(row.slot, row.start, row.num_tokens) for row in rows]), torch.int64, self._device)
+        step = gather_rows(
+            spans,
+            self._token_ids,
+            self._block_tables,
+            block_size=self._layout.block_size,
+            num_tokens=sum(lens),
+            max_seq_len=max(seq_lens),
+        )
         gathered = None
         if isinstance(self._backend, TritonBackend):  # check_backend_model refuses latent layers of others
-            gathered = self._backend.gather_context(tables, lens, _seq_lens(rows), self.max_model_len)
+            gathered = self._backend.gather_context(step.block_tables, lens, seq_lens, self.max_model_len)
         metadata = AttentionMetadata(
-            slot_mapping=blocks.long() * size + positions % size,
-            block_tables=tables,
-            seq_lens=seq_lens.to(torch.int32),
-            cu_seqlens_q=self._int32(cu_seqlens),
+            slot_mapping=step.slot_mapping,
+            block_tables=step.block_tables,
+            seq_lens=step.seq_lens,
+            cu_seqlens_q=step.cu_seqlens,
             batch_invariant=self.model.deterministic,
-            plans={} if gathered else self._backend.make_plans(lens, _seq_lens(rows)),
+            plans={} if gathered else self._backend.make_plans(lens, seq_lens),
             gathered=gathered,
-            state_slots=slots.contiguous() if self.model.spec.state_layers else None,
+            state_slots=spans[:, 0].contiguous() if self.model.spec.state_layers else None,
             max_query_len=max(lens),
-            max_seq_len=max_seq_len,
+            max_seq_len=max(seq_lens),
         )
-        input_ids = self._token_ids[token_slots, positions].long()
         with self._use_adapters(rows, samples_only=logits_indices is not None):
-            return self.model.forward(input_ids, positions, metadata, self._layer_caches, logits_indices)
+            return self.model.forward(step.input_ids, step.positions, metadata, self._layer_caches, logits_indices)
 
     def _use_adapters(self, rows: list[ScheduledSequence], *, samples_only: bool) -> AbstractContextManager[None]:
         """Within the context, linears add the adapters of the rows. `samples_only`: the last layer keeps only the
@@ -298,8 +293,7 @@ class ModelRunner:
         if hidden is None:
             token_ids = self.graphs.replay_sampler(form, len(slots))
         else:
-            slot_ids, position_ids = self._int64([slots, positions])
-            token_ids = self._sampler.sample(form, logits, slot_ids, position_ids)
+            token_ids = self._sampler.sample_rows(form, logits, slots, positions)
         host_copy = HostCopy.start(token_ids)
         self._bitmasks.record_tokens(slots, host_copy, drafts)
         logprobs = None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels.sampling.draw_part import draw_part, find_floors
-from coatcheck.kernels.sampling.greedy import argmax
+from coatcheck.kernels.sampling.greedy import argmax, pick_tokens
 from coatcheck.kernels.sampling.penalties import add_logit_bias, apply_penalties
 from coatcheck.kernels.sampling.sample import sample
 from coatcheck.proto.sampling import SamplingParams
@@ -61,6 +61,8 @@ class Sampler:
         self._seeds = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._sequences: dict[int, NewSequence] = {}  # by slot
         self._features: dict[int, SamplingFeature] = {}  # by slot
+        self._union_of: list[int] = []  # the slots of which `_union` has the features
+        self._union = SamplingFeature.NONE
         self._constraints = TokenConstraints(device)
 
     def set_parameters(self, new: NewSequence) -> None:
@@ -68,6 +70,7 @@ class Sampler:
         params, slot = new.sampling, new.slot
         self._sequences[slot] = new
         self._features[slot] = features_of(params, has_grammar=new.grammar_id is not None)
+        self._union_of, self._union = [], SamplingFeature.NONE
         self._constraints.set_sequence(new)
         floats = (
             params.temperature, params.top_p, params.min_p,
@@ -80,7 +83,9 @@ class Sampler:
 
     def features(self, slots: Sequence[int]) -> SamplingFeature:
         """Everything that some of the slots' sequences ask for."""
-        return union(self._features[slot] for slot in slots)
+        if slots != self._union_of:  # a decode mostly has the slots of the step before
+            self._union_of, self._union = list(slots), union(self._features[slot] for slot in slots)
+        return self._union
 
     def choose_form(self, features: SamplingFeature) -> SamplingForm:
         """The form for a step with these features. The first step that gathers logits for a reason logs the reason."""
@@ -131,6 +136,12 @@ class Sampler:
             )
         self._token_ids[slots, positions] = tokens.to(torch.int32)
         return tokens
+
+    def sample_rows(self, form: SamplingForm, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
+        """As `sample`, outside a CUDA graph."""
+        if form is SamplingForm.GREEDY and self._device.type == "cpu":
+            return pick_tokens(logits, slots, positions, self._token_ids)
+        return self.sample(form, logits, *upload([slots, positions], torch.int64, self._device))
 
     def _draw_and_merge(self, form: SamplingForm, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """The tokens that `sample` draws from the logits of all ranks, int64 [R]."""

@@ -183,7 +183,8 @@ def test_wrong_arguments_are_refused_by_name() -> None:
 @pytest.mark.parametrize("sandwich", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
 def test_fused_layers_are_their_layers_in_a_row(dtype: torch.dtype, sandwich: bool, count: int) -> None:
-    """The first `count` of FusedLayers, with two kinds of rotary tables, give the bits of their sublayers in turn."""
+    """The first `count` of FusedLayers, with two kinds of rotary tables, give the bits of their sublayers in turn. The
+    final norm follows the last layer."""
     torch.manual_seed(count)
     batches = [Batch([(40, 1), (0, 21), (17, 1)], dtype) for _ in range(3)]
     for batch in batches[1:]:  # one step: layers differ only in their caches and rotary tables
@@ -210,6 +211,8 @@ def test_fused_layers_are_their_layers_in_a_row(dtype: torch.dtype, sandwich: bo
     ours, theirs = [batch.cache for batch in batches], [batch.copy for batch in batches]
     x = torch.randn(len(batches[0].slots), HIDDEN).to(dtype)
 
+    final_norm = norm(HIDDEN, dtype)
+    out, total = FusedLayers(layers, final_norm)(x.clone(), count, steps, ours)
     want: Tensor = x.clone()
     residual: Tensor | None = None
     for layer, cache in zip(layers[:count], theirs, strict=False):
@@ -217,8 +220,10 @@ def test_fused_layers_are_their_layers_in_a_row(dtype: torch.dtype, sandwich: bo
         want = want if layer.after_attention is None else layer.after_attention(want)
         want, residual = layer.mlp(want, residual)
         want = want if layer.after_mlp is None else layer.after_mlp(want)
-    out, total = FusedLayers(layers)(x, count, steps, ours)
-    assert residual is not None and torch.equal(out, want) and torch.equal(total, residual)
+    assert residual is not None
+    if count == len(layers):
+        want, residual = final_norm.add_and_norm(want, residual)
+    assert torch.equal(out, want) and torch.equal(total, residual)
     for our, their in zip(ours, theirs, strict=True):
         assert torch.equal(pool_of(our), pool_of(their))
 
@@ -240,7 +245,7 @@ def test_fused_layers_have_the_same_bits_with_more_threads_than_cores() -> None:
         )
         for _ in range(8)
     ]  # fmt: skip
-    fused, lens = FusedLayers(layers), [(1500, 1), (0, 65), (17, 1), (2100, 1)]
+    fused, lens = FusedLayers(layers, norm(HIDDEN, torch.bfloat16)), [(1500, 1), (0, 65), (17, 1), (2100, 1)]
     batches = [Batch(lens, torch.bfloat16) for _ in layers]
     for batch in batches[1:]:
         batch.slots, batch.tables, batch.seq_lens, batch.cu = (
