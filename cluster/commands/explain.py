@@ -53,12 +53,13 @@ def explain(
 
 
 def _cost_table(costs: Sequence[pb.GroupCost]) -> "Table":
-    """A row for each group. A term that is zero for all groups has no column."""
+    """A row for each group. A term that is zero for all groups has no column, nor have reasons if no group is refused."""
     columns = {"cost": [f"{cost.total_seconds:.3f} s" for cost in costs]}
     columns |= {name: [f"{getattr(cost, f'{name}_seconds'):.3f}" for cost in costs] for name in _SECONDS}
     columns |= {name: [f"{getattr(cost, field):,}" for cost in costs] for field, name in _TOKENS.items()}
-    columns = {name: cells for name, cells in columns.items() if name == "cost" or set(cells) - {"0", "0.000"}}
+    columns["refused"] = [cost.refused for cost in costs]
+    columns = {name: cells for name, cells in columns.items() if name == "cost" or set(cells) - {"0", "0.000", ""}}
     table = make_table("group", *columns)
     for cost, *cells in zip(costs, *columns.values(), strict=True):
-        table.add_row(cost.group if cost.has_room else f"{cost.group} (full)", *cells)
+        table.add_row(cost.group if cost.has_room else f"{cost.group} (no room)", *cells)
     return table

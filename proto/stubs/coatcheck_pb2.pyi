@@ -637,7 +637,7 @@ class PrefixMisses(_message.Message):
     def __init__(self, never_seen: _Optional[int] = ..., evicted: _Optional[int] = ..., other_salt: _Optional[int] = ..., corrupt: _Optional[int] = ..., recomputed: _Optional[int] = ..., no_snapshot: _Optional[int] = ...) -> None: ...
 
 class GroupCost(_message.Message):
-    __slots__ = ("group", "total_seconds", "queue_seconds", "prefill_seconds", "restore_seconds", "decode_seconds", "eviction_seconds", "delay_seconds", "device_tokens", "host_tokens", "expected_tokens", "stall_seconds", "has_room")
+    __slots__ = ("group", "total_seconds", "queue_seconds", "prefill_seconds", "restore_seconds", "decode_seconds", "eviction_seconds", "delay_seconds", "device_tokens", "host_tokens", "expected_tokens", "stall_seconds", "has_room", "refused")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -651,6 +651,7 @@ class GroupCost(_message.Message):
     EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HAS_ROOM_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     group: str
     total_seconds: float
     queue_seconds: float
@@ -664,7 +665,8 @@ class GroupCost(_message.Message):
     expected_tokens: int
     stall_seconds: float
     has_room: bool
-    def __init__(self, group: _Optional[str] = ..., total_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., restore_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., eviction_seconds: _Optional[float] = ..., delay_seconds: _Optional[float] = ..., device_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., expected_tokens: _Optional[int] = ..., stall_seconds: _Optional[float] = ..., has_room: _Optional[bool] = ...) -> None: ...
+    refused: str
+    def __init__(self, group: _Optional[str] = ..., total_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., restore_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., eviction_seconds: _Optional[float] = ..., delay_seconds: _Optional[float] = ..., device_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., expected_tokens: _Optional[int] = ..., stall_seconds: _Optional[float] = ..., has_room: _Optional[bool] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class Explanation(_message.Message):
     __slots__ = ("group", "why", "prompt_tokens", "costs", "routing")

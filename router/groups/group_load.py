@@ -149,14 +149,22 @@ class GroupLoad:
 
     @property
     def is_full(self) -> bool:
-        """Whether the admission queue sends the group no request, not even one whose prefix the group holds. True if
-        more requests wait there than the limit, if all slots are taken and the limit is reached, or if the group has
-        refused a request since its last report."""
-        if self._has_refused or self._waiting > self._max_waiting:
-            return True
-        running = max(self._running + self._running_delta, 0)
+        """Whether the admission queue sends the group no request, not even one whose prefix the group holds."""
+        return bool(self.full_reason)
+
+    @property
+    def full_reason(self) -> str:
+        """Why the group is full: more requests wait there than the limit, all slots are taken and the limit is reached,
+        or the group has refused a request since its last report. "" if it is not full."""
+        if self._has_refused:
+            return "full: it has refused a request since its last load report"
+        if self._waiting > self._max_waiting:
+            return f"full: {self._waiting} sequences wait there; the limit is {self._max_waiting}"
+        if not self._max_running:
+            return ""
+        sequences = max(self._running + self._running_delta, 0) + self._waiting + self._unreported_choices
         limit = self._max_running + self._max_waiting
-        return bool(self._max_running) and running + self._waiting + self._unreported_choices >= limit
+        return f"full: {sequences} sequences run or wait there; the limit is {limit}" if sequences >= limit else ""
 
     @property
     def has_room(self) -> bool:

@@ -211,6 +211,14 @@ class Decision:
         """The cost of every candidate. The rows are made when they are asked for."""
         return [self.table.row(index) for index in range(len(self.table.groups))]
 
+    @property
+    def excluded(self) -> BoolArray:
+        """For each candidate: whether the policy excludes the group, because it has no room."""
+        has_room = self.table.has_room
+        if self.policy == PREFIX_AWARE:
+            return np.isinf(_apply_room_gate(self.table))
+        return ~has_room & has_room.any()
+
     def keep_cheapest(self) -> Self:
         """The same decision with the costs of only the cheapest candidates and the chosen one. It takes less memory,
         for as long as the request runs."""

@@ -26,6 +26,7 @@ from coatcheck.router.routing.prefix_replication import PrefixReplication
 from coatcheck.router.routing.routing_cost import PREFIX_AWARE, Decision, choose_group
 from coatcheck.router.routing.routing_policy import apply_policy
 from coatcheck.router.serving.admission_queue import AdmissionQueue, Attempt, Grant, QueuedAttempt
+from coatcheck.router.serving.explanation import DryRun
 from coatcheck.router.serving.poison_suspicion import groups_for_suspect
 
 _NO_GROUP = "no worker group is serving; try again shortly"
@@ -135,13 +136,21 @@ class Dispatcher:
         except TimeoutError:
             raise _no_group_error(attempt) from None
 
-    def explain(self, request: Request) -> Decision:
-        """The group that the policy chooses now, and the cost of each group; nothing is sent. Full groups are among the
-        candidates, and no further copy of a prefix is considered. Raises Unavailable and ContextLengthExceeded."""
+    def explain(self, request: Request) -> DryRun:
+        """The group that the policy chooses now, and the cost of each group; nothing is sent. No further copy of a
+        prefix is considered. Raises Unavailable and ContextLengthExceeded."""
         if not self.serving.groups:
             raise Unavailable(_NO_GROUP)
-        eligible = self.serving.require_eligible(request)
-        return self._decide(request, eligible, eligible)
+        eligible, loads = self.serving.require_eligible(request), self._groups.loads
+        is_full = loads.is_full[eligible.slots]
+        waits = not loads.has_room[eligible.slots].any()
+        if not is_full.any():
+            return DryRun(self._decide(request, eligible, eligible), waits=waits)
+        whole = self._decide(request, eligible, eligible)
+        full = [(whole.table.row(n), eligible.groups[n].load.full_reason) for n in np.flatnonzero(is_full).tolist()]
+        if is_full.all():
+            return DryRun(whole, full, waits=True)
+        return DryRun(self._decide(request, eligible.only(~is_full), eligible), full, waits=waits)
 
     def update_serving(self) -> None:
         """Finds the EligibleGroups of each waiting request again, then sends. Called when the serving groups change."""

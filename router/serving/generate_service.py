@@ -44,7 +44,6 @@ from coatcheck.router.groups.request import Request
 from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.routing.routing_cost import Decision
 from coatcheck.router.serving.dispatcher import Dispatcher
-from coatcheck.router.serving.explanation import explanation_of
 from coatcheck.router.serving.logprob_limits import WideAnswers
 from coatcheck.router.serving.merged_response import MergedResponse
 from coatcheck.router.serving.output_splitter import OutputSplitter
@@ -208,7 +207,7 @@ class GenerateService:
 
     async def explain(self, message: GenerateRequest, tenant: Tenant = ANONYMOUS) -> Explanation:
         """See Dispatcher.explain."""
-        return explanation_of(self._dispatcher.explain(await self._validate(message, tenant)))
+        return self._dispatcher.explain(await self._validate(message, tenant)).to_message()
 
     async def tokenize(self, message: TokenizeRequest) -> TokenizeResponse:
         """The token ids of a text or a chat."""

@@ -87,3 +87,13 @@ def test_nobody_there_is_one_line() -> None:
     status, printed = run("hello", "--address", "127.0.0.1:1")
     refusal = "error: no server answers at 127.0.0.1:1; is `coatcheck serve` running there?\n"
     assert (status, printed) == (1, refusal)
+
+
+def test_a_refused_group_has_its_reason_in_a_column(router: Explaining, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The column is there only if some group is refused."""
+    assert "refused" not in run("hello", "--address", router.address)[1]
+    refused = pb.GroupCost(group="group-2", total_seconds=0.1, refused="full: it has none")
+    monkeypatch.setitem(globals(), "TOLD", pb.Explanation(group="group-1", costs=[*TOLD.costs, refused]))
+    status, printed = run("hello", "--address", router.address)
+    assert status == 0
+    assert re.search(r"refused", printed) and re.search(r"group-2 \(no room\).*full: it has none", printed)

@@ -128,3 +128,39 @@ async def test_a_reported_queue_is_part_of_the_cost(start_router: StartRouter) -
     while (told := await router.admin.Explain(ask())).group == "holder":
         pass
     assert told.costs[1].queue_seconds == pytest.approx(5.0)
+
+
+async def test_a_full_group_is_refused_with_the_reason_and_never_chosen(start_router: StartRouter) -> None:
+    """As for a request, a full group is no candidate, even if it holds the prompt. Its cost is shown with the reason,
+    after those of the candidates. While no group has room, the text says that the request would wait."""
+    router, holder = await two_groups(start_router)
+    holder.report(waiting=9)
+    while not (told := await router.admin.Explain(ask())).costs[-1].refused:
+        assert told.costs[1].group == "other"
+    assert told.group == "other" and "waits" not in told.why
+    assert [(cost.group, cost.device_tokens, cost.refused) for cost in told.costs] == [
+        ("other", 0, ""),
+        ("holder", 32, "full: 9 sequences wait there; the limit is 4"),
+    ]
+    sent = await router.generation.Generate(ask())
+    assert sent.final.group == told.group
+
+    router.groups[1].report(waiting=5)
+    while (told := await router.admin.Explain(ask())).group == "other":
+        pass
+    assert told.group == "holder" and told.why.endswith("; no group has room now: the request would wait in the router")
+    assert all(cost.refused.startswith("full: ") for cost in told.costs)
+
+
+async def test_a_group_without_room_is_refused_unless_it_holds_more(start_router: StartRouter) -> None:
+    """A group whose queue is at the limit is excluded if another with room holds as much of the prompt."""
+    router, holder = await two_groups(start_router)
+    for group in router.groups:
+        load = Load()
+        load.CopyFrom(group.load)
+        load.queued_prefill_tokens = 0 if group is holder else 5000
+        group.send(FromGroup(load=load))
+    while not (told := await router.admin.Explain(ask())).costs[1].refused:
+        pass
+    assert told.costs[1].refused == "no room: enough prompt tokens are queued there"
+    assert not told.costs[0].refused and told.group == "holder"
