@@ -52,9 +52,10 @@ _VALUE_SIZES: Final[Mapping[str, tuple[str, ...]]] = {
     **_KEY_SIZES,
     **dict.fromkeys(_DELTA_NETS, ("linear_value_head_dim",)),
 }
+# Of Mamba-2 mixers.
 _STATE_SIZES: Final[Mapping[str, tuple[str, ...]]] = {
-    **dict.fromkeys((*_BAMBAS, "jamba"), ("mamba_d_state",)),
-    **dict.fromkeys(_MAMBAS, ("state_size",)),
+    **dict.fromkeys(_BAMBAS, ("mamba_d_state",)),
+    "mamba2": ("state_size",),
     "nemotron_h": ("ssm_state_size",),
 }
 
@@ -241,9 +242,10 @@ def check_convolutions(model_type: str, values: Mapping[str, Any], layers: Seque
 def check_mixer_activation(model_type: str, activation: str) -> None:
     """Raise InvalidModel unless the activation after a mixer's convolution is silu."""
     if activation not in ("silu", "swish"):
+        field = "mamba_hidden_act" if model_type == "nemotron_h" else "hidden_act"
         raise InvalidModel(
-            f"{model_type} with {activation} behind its convolutions cannot be served: Mamba is served with silu; "
-            "correct hidden_act or mamba_hidden_act, if config.json is wrong"
+            f"{model_type} with {field} {activation} cannot be served: Mamba mixers are served with silu behind their "
+            f"convolutions; correct {field}, if config.json is wrong"
         )
 
 

@@ -315,8 +315,10 @@ def test_settings_that_do_not_fit_other_kinds_of_state() -> None:
     check_convolutions("lfm2", {}, [mamba, conv])
     with pytest.raises(InvalidModel, match="lfm2 with conv_L_cache 9 cannot be served: .* at most 8 tokens"):
         check_convolutions("lfm2", {}, [replace(conv, conv_size=9)])
-    with pytest.raises(InvalidModel, match="bamba with gelu behind its convolutions cannot be served"):
+    with pytest.raises(InvalidModel, match="bamba with hidden_act gelu cannot be served: .*; correct hidden_act,"):
         check_mixer_activation("bamba", "gelu")
+    with pytest.raises(InvalidModel, match="with mamba_hidden_act relu2 cannot .*; correct mamba_hidden_act, if"):
+        check_mixer_activation("nemotron_h", "relu2")
     scan = MambaSpec(0, channels=64, state_size=16, dt_rank=4, conv_size=4)
     assert TpShard(1, 2).shard_state(scan).matrix == (2, 16, 16)
     with pytest.raises(InvalidConfig, match="tp 3 does not divide the channels of the Mamba mixers .64."):
