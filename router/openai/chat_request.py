@@ -254,10 +254,8 @@ class ChatRequest(SamplingFields):
             self.enable_thinking = switch.type != "disabled"
         if self.enable_thinking is None:
             self.enable_thinking = reasoning.enabled
-        if self.max_reasoning_tokens is None:
-            self.max_reasoning_tokens = switch.budget_tokens if switch is not None else None
-        if self.max_reasoning_tokens is None:
-            self.max_reasoning_tokens = reasoning.max_tokens
+        limits = (self.max_reasoning_tokens, switch.budget_tokens if switch is not None else None, reasoning.max_tokens)
+        self.max_reasoning_tokens = next((limit for limit in limits if limit is not None), None)
         self.include_reasoning = self.include_reasoning and not reasoning.exclude
         return self
 
@@ -265,9 +263,7 @@ class ChatRequest(SamplingFields):
         """The variables of the chat template that the request sets. `variables`: those of the template for reasoning.
         The fields `reasoning_effort` and `verbosity` override chat_template_kwargs."""
         is_adaptive = self.thinking is not None and self.thinking.type == "adaptive"
-        settings = ReasoningSettings(
-            self.reasoning_effort, self.enable_thinking, is_adaptive, self.max_reasoning_tokens
-        )
+        settings = ReasoningSettings(self.reasoning_effort, self.enable_thinking, is_adaptive, self.reasoning_limit)
         verbosity = {"verbosity": self.verbosity} if self.verbosity is not None else {}
         return variables.switches(settings) | self.chat_template_kwargs | variables.effort(settings) | verbosity
 
@@ -323,10 +319,8 @@ class ChatRequest(SamplingFields):
         for index, tool in enumerate(self.tools):
             first = indices.setdefault(tool.function.name, index)
             if first != index:
-                raise InvalidRequest(
-                    f"tools[{first}] and tools[{index}] are both named {tool.function.name!r}; give each function its "
-                    "own name"
-                )
+                fields = f"{self.tool_field(first)} and {self.tool_field(index)}"
+                raise InvalidRequest(f"{fields} are both named {tool.function.name!r}; give each function its own name")
 
     def _select_grammar(self, plan: ParsingPlan, prefix: str, special_ids: Mapping[str, int]) -> Grammar | None:
         """The grammar of the tool calls or of the fields for structured output."""
@@ -360,9 +354,13 @@ class ChatRequest(SamplingFields):
         except InvalidRequest as error:
             raise InvalidBody(str(error), "tools") from None
 
+    def tool_field(self, index: int) -> str:
+        """The place in the body of tool number `index`."""
+        return f"tools[{index}]"
+
     def schema_field(self, index: int) -> str:
         """The field of the body that constrains the calls of tool number `index`."""
-        return f"tools[{index}].{self.tools[index].schema_path}"
+        return f"{self.tool_field(index)}.{self.tools[index].schema_path}"
 
     def constrained_functions(self) -> list[tuple[str, Function | CustomFunction]]:
         """(path of the schema in the body, function) of the functions whose schemas are part of the grammar."""

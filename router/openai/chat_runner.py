@@ -55,8 +55,8 @@ class ChatRunner:
         """Generates the next message of the chat. `make_renderer` makes what renders the response."""
         plan = self._make_plan(body)
         generate_request = await self._translate(request, body, plan)
-        if body.max_reasoning_tokens is not None:
-            limit = self._planner.reasoning_limit(body.max_reasoning_tokens, plan.reasoning_start)
+        if body.reasoning_limit is not None:
+            limit = self._planner.reasoning_limit(body.reasoning_limit, plan.reasoning_start)
             if limit is not None:
                 generate_request.sampling.reasoning_limit.CopyFrom(limit.to_message())
         token_ids: list[int] = []

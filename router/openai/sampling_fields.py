@@ -12,7 +12,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from llguidance import StructTag
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from coatcheck.proto.errors import InvalidParameter, InvalidRequest
 from coatcheck.proto.grammar import JSON_STYLE, Grammar, GrammarRefused
@@ -75,8 +75,8 @@ _MAX_FIELDS: Final = 2048
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]  # strict: refuses true and 5.0
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 CountOrAll = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: all tokens of the vocabulary
-# Max tokens of the reasoning. -1, vLLM's value for no limit, becomes None.
-ReasoningTokens = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda count: None if count == -1 else count)]
+_NO_REASONING_LIMIT: Final = -1  # vLLM's value of max_reasoning_tokens
+ReasoningTokens = Annotated[int, Field(ge=_NO_REASONING_LIMIT, lt=2**31)]
 
 
 class RequestBody(BaseModel):
@@ -318,6 +318,11 @@ class SamplingFields(RequestBody):
             found.append(("response_format.schema", schema_grammar(wanted.schema_ or {"type": "object"})))
         return found
 
+    @property
+    def reasoning_limit(self) -> int | None:
+        """Max tokens of the reasoning; None for no limit."""
+        return None if self.max_reasoning_tokens == _NO_REASONING_LIMIT else self.max_reasoning_tokens
+
     def make_generate_request(self, request_id: str, sampling: SamplingMessage, **prompt: Any) -> GenerateRequest:
         """`prompt`: the field of GenerateRequest that holds the prompt."""
         return GenerateRequest(
@@ -344,6 +349,8 @@ class SamplingFields(RequestBody):
                 "prompt_logprobs", "does not go with stream; use echo with logprobs, or do not stream"
             )
         copied = {name: value for name in _COPIED if (value := getattr(self, name)) is not None}
+        if "max_reasoning_tokens" in copied:
+            copied["max_reasoning_tokens"] = self.reasoning_limit
         special = {
             "top_k": max(self.top_k or 0, 0),  # vLLM's -1 means "off"
             "logit_bias": _parse_logit_bias(self.logit_bias),

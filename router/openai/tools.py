@@ -4,7 +4,7 @@ The folder tool_grammars makes the grammars of their calls, and the parsers of t
 generated text.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
@@ -12,7 +12,8 @@ from coatcheck.router.event_loop.message_limits import MAX_TOOLS
 from coatcheck.router.openai.sampling_fields import RequestBody
 from coatcheck.router.tool_grammars.input_grammar import CustomFunction, InputGrammar
 
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+MAX_NAME: Final = 128  # characters
+_Name = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.-]{{1,{MAX_NAME}}}$")]
 MAX_DEFINITION = 1 << 16  # characters of the grammar of an input
 
 

@@ -15,10 +15,11 @@ from coatcheck.router.responses.input_items import ChatFields, InputItem, with_i
 from coatcheck.router.responses.responses_tools import (
     HostedTool,
     ResponsesTool,
+    ToolField,
     flat_name,
     names_in_namespaces,
-    schema_fields,
     to_chat_tools,
+    tool_fields,
 )
 
 
@@ -174,7 +175,7 @@ class ResponsesRequest(RequestBody):
         elif form is not None:
             fields["response_format"] = {"type": form.type}
         chat = validate_fields(_Chat, fields)
-        chat._schema_fields = schema_fields(self.tools)
+        chat._tool_fields = tool_fields(self.tools)
         return chat
 
     def settings(self) -> dict[str, Any]:
@@ -225,7 +226,7 @@ _PASSED_ON: Final = (
 
 
 class _Chat(ChatRequest):
-    _schema_fields: list[str] = PrivateAttr(default_factory=list)  # of the tools, as the body has them
+    _tool_fields: list[ToolField] = PrivateAttr(default_factory=list)
 
     @property
     def sent_names(self) -> dict[str, str]:
@@ -236,6 +237,10 @@ class _Chat(ChatRequest):
             "response_format.json_schema.schema": "text.format.schema",
         }
 
+    def tool_field(self, index: int) -> str:
+        """See ChatRequest."""
+        return self._tool_fields[index].tool
+
     def schema_field(self, index: int) -> str:
         """See ChatRequest."""
-        return self._schema_fields[index]
+        return self._tool_fields[index].schema

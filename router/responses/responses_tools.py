@@ -2,14 +2,14 @@
 left out."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
 from pydantic import Field
 
 from coatcheck.proto.errors import InvalidParameter
 from coatcheck.router.event_loop.message_limits import MAX_TOOLS
 from coatcheck.router.openai.sampling_fields import IGNORED_FIELDS, RequestBody
-from coatcheck.router.openai.tools import AnyInput, GrammarDefinition
+from coatcheck.router.openai.tools import MAX_NAME, AnyInput, GrammarDefinition
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 _DIRECT: Final = (["direct"],)  # the model calls the tool itself, not a program that it has written
@@ -80,14 +80,23 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 def to_chat_tools(tools: Sequence[ResponsesTool]) -> list[dict[str, Any]]:
-    """The tools in the form of /v1/chat/completions. Raises InvalidParameter if all tools are hosted ones."""
+    """The tools in the form of /v1/chat/completions. Raises InvalidParameter if all tools are hosted ones, or if the
+    name of a tool in a namespace is too long."""
     found: list[dict[str, Any]] = []
-    for tool in tools:
+    for index, tool in enumerate(tools):
         match tool:
             case FunctionTool() | CustomToolParam():
                 found.append(_chat_tool(tool, tool.name))
             case NamespaceTool():
-                found += [_chat_tool(one, flat_name(tool.name, one.name)) for one in tool.tools]
+                for at, one in enumerate(tool.tools):
+                    name = flat_name(tool.name, one.name)
+                    if len(name) > MAX_NAME:
+                        raise InvalidParameter(
+                            f"tools.{index}.tools.{at}.name",
+                            f"has {len(name)} characters as the model sees it, {name[:20]}...; the "
+                            f"maximum is {MAX_NAME}",
+                        )
+                    found.append(_chat_tool(one, name))
     if not found and (hosted := [(n, tool.type) for n, tool in enumerate(tools) if isinstance(tool, HostedTool)]):
         index, kind = hosted[0]
         raise InvalidParameter(
@@ -96,16 +105,23 @@ def to_chat_tools(tools: Sequence[ResponsesTool]) -> list[dict[str, Any]]:
     return found
 
 
-def schema_fields(tools: Sequence[ResponsesTool]) -> list[str]:
-    """For each tool of to_chat_tools: the field of the body that constrains its calls."""
-    found = []
+class ToolField(NamedTuple):
+    """The place of a tool in the body, and the field that constrains its calls."""
+
+    tool: str
+    schema: str
+
+
+def tool_fields(tools: Sequence[ResponsesTool]) -> list[ToolField]:
+    """The ToolField of each tool of to_chat_tools."""
+    found: list[tuple[str, FunctionTool | CustomToolParam]] = []
     for index, tool in enumerate(tools):
         match tool:
             case FunctionTool() | CustomToolParam():
-                found.append(f"tools[{index}].{_schema_field(tool)}")
+                found.append((f"tools[{index}]", tool))
             case NamespaceTool():
-                found += [f"tools[{index}].tools[{at}].{_schema_field(one)}" for at, one in enumerate(tool.tools)]
-    return found
+                found += [(f"tools[{index}].tools[{at}]", one) for at, one in enumerate(tool.tools)]
+    return [ToolField(field, f"{field}.{_schema_field(tool)}") for field, tool in found]
 
 
 def names_in_namespaces(tools: Sequence[ResponsesTool]) -> dict[str, tuple[str, str]]:

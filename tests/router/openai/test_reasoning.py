@@ -198,17 +198,21 @@ async def test_a_limit_on_reasoning_reaches_the_group(
     assert sent() is None
     await create(**asked)
     assert sent() is None
+    thinking = {"type": "enabled", "budget_tokens": 7}
     for name in ("max_reasoning_tokens", "thinking_token_budget", "thinking_budget"):
         await create(**asked, extra_body={name: -1})
         assert sent() is None
         error = await router.expect_refusal("/v1/chat/completions", {**asked, name: -2})
         assert error["param"] == name and "-1" in error["message"], error
+        await create(**asked, extra_body={name: -1, "reasoning": {"max_tokens": 6}, "thinking": thinking})
+        assert sent() is None, "the body's own field says that there is no limit"
+        await create(**asked, extra_body={name: None, "reasoning": {"max_tokens": 6}})
+        assert sent() == ReasoningLimit(6, start, end)
     status, _, text = await router.request("POST", "/v1/responses", {"input": "hello", "max_reasoning_tokens": -1})
     assert (status, sent()) == (200, None), text
     for prompt, opening in (("a<think>b", ()), ("<think>a</think>b", start)):
         await router.openai.completions.create(model="tiny", prompt=prompt, extra_body={"max_reasoning_tokens": 0})
         assert sent() == ReasoningLimit(0, opening, end)
-    thinking = {"type": "enabled", "budget_tokens": 7}
     body = {"model": "tiny", "max_tokens": 9, "messages": HELLO, "thinking": thinking}
     assert (await router.request("POST", "/v1/messages", body))[0] == 200
     assert sent() == ReasoningLimit(7, start, end)

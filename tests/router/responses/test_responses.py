@@ -335,6 +335,24 @@ async def test_a_schema_that_cannot_be_enforced_is_named_as_in_the_body(
     assert not group.submits
 
 
+@pytest.mark.parametrize(("tools", "named"), [
+    ([{"type": "web_search"}, WEATHER, {"type": "custom", "name": "weather"}], "tools[1] and tools[2] are both named"),
+    ([{"type": "namespace", "name": "a", "tools": [WEATHER]}, WEATHER, WEATHER], "tools[1] and tools[2] are both"),
+    ([{"type": "namespace", "name": "a", "tools": [WEATHER, WEATHER]}], "tools[0].tools[0] and tools[0].tools[1] are"),
+    ([WEATHER, {"type": "namespace", "name": "n" * 100, "tools": [WEATHER, {**WEATHER, "name": "t" * 30}]}],
+     "tools.1.tools.1.name"),
+    ([{"type": "namespace", "name": name, "tools": [{**WEATHER, "name": f"t{n}"} for n in range(600)]}
+      for name in "ab"], "tools"),
+])  # fmt: skip
+async def test_wrong_names_of_tools_are_shown_where_the_body_has_them(
+    start_http_router: StartHttpRouter, model: TokenizerJson, tools: list[Any], named: str
+) -> None:
+    """Hosted tools count, and tools in a namespace have the place of both."""
+    router = await start_http_router(FakeGroup(), tokenizer=model)
+    error = await router.expect_refusal("/v1/responses", {"input": "hello", "tools": tools})
+    assert named in error["message"], error
+
+
 async def test_tools_in_a_namespace(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
     """The model sees the namespace within the name. Calls have them apart, and so may the history and the choice."""
     called = CALL.replace("weather", "mcp__weather")
