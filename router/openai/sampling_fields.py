@@ -31,30 +31,23 @@ IGNORED_FIELDS: Final = frozenset({
 })  # fmt: skip
 # Fields that are not implemented, with the values that are accepted because they ask for the default behaviour.
 ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
-    "use_beam_search": (False,),
+    **dict.fromkeys((
+        "use_beam_search", "early_stopping", "watermarking", "return_token_offsets", "return_hidden_states",
+        "return_weight_versions", "return_mm_kwargs", "return_meta_info", "return_cached_tokens_details",
+        "return_prompt_token_ids", "require_reasoning", "return_routed_experts",
+    ), (False,)),
     "length_penalty": (1.0,),
-    "early_stopping": (False,),
     "spaces_between_special_tokens": (True,),
     "detokenize": (True,),
     "logits_processors": ([],),
-    "watermarking": (False,),
-    "return_token_offsets": (False,),
-    "return_hidden_states": (False,),
-    "return_weight_versions": (False,),
-    "return_mm_kwargs": (False,),
-    "return_meta_info": (False,),
-    "return_cached_tokens_details": (False,),
-    "return_prompt_token_ids": (False,),
     "routed_experts_start_len": (0,),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
     "vllm_xargs": ({},),
     "kv_transfer_params": ({},),
     "documents": ([],),
-    "require_reasoning": (False,),
-    "return_routed_experts": (False,),
     "routed_experts_prompt_start": (0,),
-}
+}  # fmt: skip
 
 # Further fields of OpenAI, vLLM and SGLang that are not implemented, in the body or in an object within the body.
 UNIMPLEMENTED_FIELDS: Final = frozenset({
@@ -349,9 +342,8 @@ class SamplingFields(RequestBody):
                 "prompt_logprobs", "does not go with stream; use echo with logprobs, or do not stream"
             )
         copied = {name: value for name in _COPIED if (value := getattr(self, name)) is not None}
-        if "max_reasoning_tokens" in copied:
-            copied["max_reasoning_tokens"] = self.reasoning_limit
         special = {
+            "max_reasoning_tokens": self.reasoning_limit,
             "top_k": max(self.top_k or 0, 0),  # vLLM's -1 means "off"
             "logit_bias": _parse_logit_bias(self.logit_bias),
             "seed": None if self.seed is None else self.seed % 2**64,  # OpenAI's seeds are signed
