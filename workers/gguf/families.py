@@ -17,7 +17,7 @@ from coatcheck.workers.gguf import expert_fields, row_orders, state_fields
 from coatcheck.workers.gguf import tensor_names as names
 from coatcheck.workers.gguf.block_codes import Array
 from coatcheck.workers.gguf.gguf_file import GgufFile
-from coatcheck.workers.gguf.row_orders import Joined, RowOrder
+from coatcheck.workers.gguf.row_orders import RowOrder
 
 Change = Callable[[Array], Array]
 
@@ -47,7 +47,6 @@ class GgufFamily:
     `plain`: names in GGUF of weights that are no linears, and so cannot stay quantised.
     `orders`, `column_orders`: weights whose rows, or columns, GGUF has in another order.
     `changes`: {name in a layer, with its ending: function of GGUF's values in float32 that returns transformers'}.
-    `joined`: weights that GGUF has as several tensors.
     `transposed`: weights that transformers stores as [in, out].
     `kinds`: for a family whose layers differ, returns the kind of each layer. `kind_tensors`: by kind.
     """
@@ -59,14 +58,9 @@ class GgufFamily:
     orders: Mapping[str, RowOrder] = field(default_factory=dict)
     column_orders: Mapping[str, RowOrder] = field(default_factory=dict)
     changes: Mapping[str, Change] = field(default_factory=dict)
-    joined: tuple[Joined, ...] = ()
     transposed: frozenset[str] = frozenset()
     kinds: Callable[[GgufFile], Sequence[str]] | None = None
     kind_tensors: Mapping[str, LayerTensors] = field(default_factory=dict)
-
-    def joined_with(self, leaf: str) -> Joined | None:
-        """The weight of which the tensor `leaf` is a part; None if it is a weight of its own."""
-        return next((joined for joined in self.joined if leaf in joined.leaves), None)
 
 
 # Tensors with tables of rotary embeddings. field_readers.py reads them.

@@ -17,7 +17,7 @@ from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.gguf.block_codes import FORMS, PLAIN, Array, CodeForm, can_dequantise
 from coatcheck.workers.gguf.families import MERGED, ROPE_TENSORS, Change, GgufFamily, LayerTensors
 from coatcheck.workers.gguf.gguf_file import GgufFile, GgufTensor
-from coatcheck.workers.gguf.row_orders import Joined, alternate_rows
+from coatcheck.workers.gguf.row_orders import alternate_rows
 
 # By torch's names: those of safetensors.
 DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -150,8 +150,6 @@ class _Planner:
             yield from self._gpt_oss_experts(tensor, name)
         elif leaf in ("attn_k_b", "attn_v_b"):
             yield from self._latent_heads(tensor, name)
-        elif (joined := self.family.joined_with(leaf)) is not None:
-            yield from self._joined(tensor, leaf, name, joined)
         elif "{}" in name:
             if len(tensor.shape) != 3:
                 raise InvalidModel(
@@ -206,23 +204,6 @@ class _Planner:
             change=change,
             is_transposed=is_transposed,
         )
-
-    def _joined(self, tensor: GgufTensor, leaf: str, name: str, joined: Joined) -> Iterator[Weight]:
-        """The weight that is made of several tensors, where the first of them is placed."""
-        first, *_ = joined.leaves
-        sources = tuple(self.file.tensor(tensor.name.replace(f".{leaf}.", f".{part}.")) for part in joined.leaves)
-        if leaf != first or not all(can_dequantise(source.type) for source in sources):
-            return  # placed with its first part, or refused when the other is placed
-        if len({(source.shape[:-2], source.columns) for source in sources}) > 1:
-            shapes = ", ".join(f"{source.name} {list(source.shape)}" for source in sources)
-            raise InvalidModel(f"{self.file.path}: tensors do not fit together: {shapes}; fetch it again")
-        shape = (*tensor.shape[:-2], sum(source.shape[-2] for source in sources), tensor.columns)
-        rows = joined.order(self.file, sum(source.rows for source in sources))
-        forms = {self.forms.get(source.name) for source in sources}
-        is_linear = len(shape) == 2 and len(forms) == 1
-        plain = {PLAIN.get(source.type, self.dtype) for source in sources}
-        dtype = plain.pop() if len(plain) == 1 else self.dtype
-        yield Weight(name, shape, sources, dtype, form=forms.pop() if is_linear else None, rows=rows)
 
     def _latent_heads(self, tensor: GgufTensor, name: str) -> Iterator[Weight]:
         """Newer files have kv_b_proj of latent attention as two tensors: keys, as [heads, latent, columns of a key],
