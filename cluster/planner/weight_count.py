@@ -32,7 +32,10 @@ _TIED: Final = frozenset(
     }
 )  # fmt: skip
 # Families whose first layers have a dense MLP, if config.json does not say.
-_FIRST_DENSE: Final = {"axk1": 1, "glm4_moe_lite": 1, "kimi_linear": 1, "lfm2_moe": 2, "mimo_v2_flash": 1}
+FIRST_DENSE: Final = {
+    "afmoe": 1, "axk1": 1, "deepseek_v3": 3, "exaone_moe": 1, "glm4_moe": 1, "glm4_moe_lite": 1, "hy_v3": 1,
+    "kimi_linear": 1, "laguna": 1, "lfm2_moe": 2, "mimo_v2_flash": 1,
+}  # fmt: skip
 # Families whose query projection has a gate for each head's output.
 _GATED_ATTENTION: Final = frozenset({"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"})
 
@@ -127,12 +130,12 @@ def _layer_weights(
         if hybrid is not None and not hybrid.has_mlp(index):
             continue
         by_kind = None if hybrid is None else hybrid.has_experts(index)
-        has_experts = _has_experts(config, index) if by_kind is None else by_kind
-        if has_experts:
+        is_sparse = has_experts(config, index) if by_kind is None else by_kind
+        if is_sparse:
             shared, routed = _experts(config, shard, hidden, expert_parallel=expert_parallel)
             dense, experts = dense + shared, experts + routed
         has_both = config.model_type in ATTENTIONS_PER_LAYER or config.values.get("enable_moe_block")  # Gemma 4
-        if not has_experts or has_both:
+        if not is_sparse or has_both:
             mlp_shard = TpShard(0, 1) if _is_sparse_mlp(config, index) else shard
             dense += _mlp(config, _inner_size(config, hidden, index, layer), mlp_shard, hidden)
     return dense, experts
@@ -193,6 +196,8 @@ def _inner_size(config: ModelConfig, hidden: int, index: int, layer: LayerSpec) 
         return config.count("shared_intermediate_size", default=1024)
     if config.model_type == "lfm2" and config.values.get("block_auto_adjust_ff_dim") is not False:
         return _adjusted_size(config)
+    if config.model_type == "llama4_text":
+        return config.count("intermediate_size_mlp", default=16384)
     default = 4 * hidden if config.model_type in _UNGATED else None  # that of these families' config classes
     return config.count("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", default=default)
 
@@ -246,10 +251,17 @@ def _num_identities(config: ModelConfig) -> int:
     return config.number("zero_expert_num", default=0)
 
 
-def _has_experts(config: ModelConfig, index: int) -> bool:
+def has_experts(config: ModelConfig, index: int) -> bool:
+    """Whether the layer has experts, in families whose layers all have an MLP."""
     without = config.values.get("mlp_only_layers")
     if not _num_experts(config) or (isinstance(without, list) and index in without):
         return False
+    if config.model_type == "gemma4_text" and not config.values.get("enable_moe_block"):
+        return False
+    if config.model_type == "ernie4_5_moe":
+        return _is_ernie_sparse(config, index)
+    if isinstance(listed := config.values.get("moe_layers"), list):  # llama4_text
+        return index in listed
     if attentions := ATTENTIONS_PER_LAYER.get(config.model_type):  # one mixture beside several attentions and MLPs
         return index % attentions == 0
     kinds = config.values.get("mlp_layer_types")
@@ -260,20 +272,30 @@ def _has_experts(config: ModelConfig, index: int) -> bool:
     if config.model_type == "jamba":
         offset = config.number("expert_layer_offset", default=1)
         return index % config.count("expert_layer_period", default=2) == offset
-    step = config.count("decoder_sparse_step", "moe_layer_freq", default=1)
-    if "decoder_sparse_step" in config.values:
+    every = ("decoder_sparse_step", "interleave_moe_layer_step")  # the last of so many layers
+    step = config.count(*every, "moe_layer_freq", default=1)
+    if any(config.values.get(name) is not None for name in every):
         return (index + 1) % step == 0
-    first = config.number("first_k_dense_replace", "num_dense_layers", default=_FIRST_DENSE.get(config.model_type, 0))
+    first = config.number("first_k_dense_replace", "num_dense_layers", default=FIRST_DENSE.get(config.model_type, 0))
     return index >= first and index % step == 0
+
+
+def _is_ernie_sparse(config: ModelConfig, index: int) -> bool:
+    """Whether the layer is one of every `moe_layer_interval`, from `moe_layer_start_index` to `moe_layer_end_index`."""
+    last = config.values.get("moe_layer_end_index", -1)
+    is_behind_last = type(last) is int and 0 <= last < index
+    first, step = config.number("moe_layer_start_index", default=1), config.count("moe_layer_interval", default=1)
+    return index >= first and not is_behind_last and (index + 1) % step == 0
 
 
 def _experts(config: ModelConfig, shard: TpShard, hidden: int, *, expert_parallel: bool) -> tuple[int, int]:
     """(weights that every token uses, weights of all experts together) of one layer."""
     inner = config.count("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
     names = ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size")
-    shared = config.number(*names, default=0)
+    shared = config.number(*names, default=inner if config.model_type == "llama4_text" else 0)
     if config.model_type != "nemotron_h":  # whose field is the size of all shared experts together
-        shared += config.number("n_shared_experts", "num_shared_experts", default=0) * inner
+        counts = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+        shared += config.number(*counts, default=0) * inner
     count = _num_experts(config)
     if expert_parallel:
         first, last = shard.split_evenly(count, "the experts, as --expert-parallel needs")

@@ -12,7 +12,7 @@ import grpc
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from coatcheck.cluster.planner.capacity import KvCacheSpec
 from coatcheck.cluster.planner.model_config import ModelConfig
@@ -20,7 +20,7 @@ from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.plan_table import plan_tables
 from coatcheck.cluster.planner.sizing import Sizing
-from coatcheck.cluster.planner.weight_count import WeightCount, ties_head
+from coatcheck.cluster.planner.weight_count import FIRST_DENSE, WeightCount, has_experts, ties_head
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_probe import probe_attention
@@ -36,6 +36,7 @@ from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.meta_model import build_meta_model, read_config
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool
+from tests.workers.architecture_sweep import config_of
 from tests.workers.checkpoints import ARCHITECTURES, ONE_RANK, tiny_checkpoint, tiny_config
 from tests.workers.model.architectures import SERVED, shape_of
 from tests.workers.multimodal_checkpoints import write_multimodal
@@ -105,6 +106,42 @@ def test_weights_of_other_families(arch: str) -> None:
     config = read(arch)
     counted = WeightCount.of(config, ModelShape.of(config).expanded, TpShard(0, 1)).total
     assert counted == pytest.approx(sum(tensor.numel() for tensor in found(arch)[0].parameters()), rel=0.02)
+
+
+_INTERVAL = dict(moe_layer_start_index=1, moe_layer_interval=2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("ernie4_5_moe", dict(_INTERVAL)),
+        ("ernie4_5_moe", _INTERVAL | dict(moe_layer_end_index=2)),
+        ("ernie4_5_moe", {}),
+        ("llama4_text", dict(interleave_moe_layer_step=2)),
+        ("llama4_text", dict(moe_layers=[0])),
+        ("gemma4_text", dict(num_experts=4, moe_intermediate_size=32, top_k_experts=2)),
+    ],
+)
+def test_layers_with_experts_are_those_of_the_model(model_type: str, fields: dict[str, Any]) -> None:
+    """Fields of single families say which layers are sparse. The weights are within 2%."""
+    config = config_of(model_type, **fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names = [name for name, _ in model.named_parameters() if ".experts." in name]
+    sparse = {int(found[1]) for name in names if (found := re.search(r"layers\.(\d+)\.", name))}
+    planned = ModelConfig(model_type, json.loads(config.to_json_string()) | {"model_type": model_type})
+    assert {index for index in range(config.num_hidden_layers) if has_experts(planned, index)} == sparse
+    counted = WeightCount.of(planned, ModelShape.of(planned).expanded, TpShard(0, 1)).total
+    assert counted == pytest.approx(sum(tensor.numel() for tensor in model.parameters()), rel=0.02)
+
+
+@pytest.mark.parametrize("model_type", sorted(FIRST_DENSE.keys() & SERVED.keys() - {"lfm2_moe"}))
+def test_first_dense_layers_by_default(model_type: str) -> None:
+    """config.json may lack the field: a type's own default counts, as in transformers."""
+    config: Any = CONFIG_MAPPING[model_type].from_dict(dict(num_hidden_layers=5))
+    kinds = getattr(config, "mlp_layer_types", None)
+    first = getattr(config, "first_k_dense_replace", getattr(config, "num_dense_layers", None))
+    assert FIRST_DENSE[model_type] == (kinds.count("dense") if kinds else first)
 
 
 def test_a_state_that_gpus_do_not_compute_is_noted(tmp_path: Path) -> None:
