@@ -1,5 +1,6 @@
 """The fields of mixtures of experts, from metadata that lacks some of them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,22 @@ def test_intervals_of_experts_that_fit_no_layer_are_refused(fields: dict[str, in
     """Of ERNIE 4.5, with two layers."""
     with pytest.raises(InvalidModel, match=message):
         FAMILIES["ernie4_5-moe"].config(file_of("ernie4_5-moe", expert_count=4, **fields))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "message"),
+    [
+        ("phi2", "blk.0.attn_qkv.weight", "q, k and v of phi2 as one tensor, .* a newer llama.cpp has converted"),
+        ("olmo", "blk.0.attn_q.bias", "biases in the attention of olmo, which are not read from GGUF"),
+    ],
+)
+def test_attention_that_is_not_read_is_refused(architecture: str, name: str, message: str) -> None:
+    """Fused projections of Phi-2, and biases of OLMo's."""
+    file = file_of(architecture, **{"attention.layer_norm_epsilon": 1})
+    FAMILIES[architecture].config(file)
+    tensor = GgufTensor(name, file.path, GGMLQuantizationType.F32, (64,), 0)
+    with pytest.raises(InvalidModel, match=message):
+        FAMILIES[architecture].config(replace(file, tensors={**file.tensors, name: tensor}))
 
 
 def file_of(architecture: str, **fields: int) -> GgufFile:
