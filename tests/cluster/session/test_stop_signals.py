@@ -27,10 +27,11 @@ print(signals.kill_requested.wait(float(sys.argv[2])))
 def test_a_closed_terminal_drains(is_ignored: bool, is_killed: bool) -> None:
     """Two SIGHUP ask to drain, and SIGTERM after them to stop. Under nohup SIGHUP does nothing."""
     most = str(MAX_WAIT_SECONDS)
+    inherited = signal.SIG_IGN if is_ignored else signal.SIG_DFL  # these tests may run under nohup themselves
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, most, most if is_killed else "0.5"],
         capture_output=True,
         text=True,
-        preexec_fn=(lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) if is_ignored else None,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, inherited),
     )
     assert (done.stdout, done.stderr) == (f"{is_killed}\n", "")
