@@ -53,7 +53,7 @@ def explain(
 
 
 def _cost_table(costs: Sequence[pb.GroupCost]) -> "Table":
-    """A row for each group. A term that is zero for all groups has no column. Reasons have one if a group has one."""
+    """A row for each group. Terms that are zero for all groups have no column; nor has `refused` if no group is."""
     columns = {"cost": [f"{cost.total_seconds:.3f} s" for cost in costs]}
     columns |= {name: [f"{getattr(cost, f'{name}_seconds'):.3f}" for cost in costs] for name in _SECONDS}
     columns |= {name: [f"{getattr(cost, field):,}" for cost in costs] for field, name in _TOKENS.items()}

@@ -45,10 +45,8 @@ class LocalCluster:
         self._config = config
         self._certificates = sign_certificates() if needs_cluster_certificates(config) else CertificatesByRole()
         self._router: Router | None = None
-        self._addresses: tuple[tuple[str, ...], tuple[str, ...]] = (
-            (),
-            (),
-        )  # of gRPC and of HTTP, once the router listens
+        # Of gRPC and of HTTP, once the router listens.
+        self._addresses: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
         self._failure = ""
         self._has_changed = asyncio.Event()  # a group, changed since the router was last told
         self._supervisors = [

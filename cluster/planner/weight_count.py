@@ -272,7 +272,7 @@ def has_experts(config: ModelConfig, index: int) -> bool:
     if config.model_type == "jamba":
         offset = config.number("expert_layer_offset", default=1)
         return index % config.count("expert_layer_period", default=2) == offset
-    every = ("decoder_sparse_step", "interleave_moe_layer_step")  # the last of so many layers
+    every = ("decoder_sparse_step", "interleave_moe_layer_step")  # the last of every `step` layers
     step = config.count(*every, "moe_layer_freq", default=1)
     if any(config.values.get(name) is not None for name in every):
         return (index + 1) % step == 0

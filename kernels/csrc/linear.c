@@ -23,7 +23,7 @@
 #define LOW_ROWS 4                          /* rows of a tile that widens in registers, with AVX2 */
 #define TILES 16                            /* most tiles that share a part of the weight */
 #define BLOCK (384 << 10)                   /* with AVX2 or a quantised x: most bytes of their x, for the L2 cache */
-#define DEPTH 256                           /* floats of a row of x for a part: a tile's x of it stays in L1 */
+#define DEPTH 256                           /* floats of a row of x for a part: L1 then holds a tile's x */
 #define DEPTH_OF_TWO 64                     /* words of a part of two tiles: while one rereads it, no weights come */
 #define MOST_WIDENING 4                     /* most tiles that widen in registers, without AVX2 */
 #define FEW_ROWS (LANES == 16 ? 8 : 3)      /* most rows that multiply codes in registers */

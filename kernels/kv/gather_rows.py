@@ -1,7 +1,7 @@
 """The input of a step, gathered from the batch state: token ids, positions, slots in the KV pool and block tables.
 
-On a CPU the C library makes all tensors of a step in one call. The same operations in torch take 0.3 ms of a decode
-step, because the weights that a step reads have evicted torch's code from the caches.
+On a CPU the C library makes all tensors of a step in one call. The same operations in torch took 0.3 ms of a traced
+decode step (bench/LOG.md, "What a decode step does outside the C kernels, once more").
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from coatcheck.router.openai.sampling_fields import RequestBody
 from coatcheck.router.tool_grammars.input_grammar import CustomFunction, InputGrammar
 
 MAX_NAME: Final = 128  # characters
-_Name = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.-]{{1,{MAX_NAME}}}$")]
+ToolName = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.-]{{1,{MAX_NAME}}}$")]
 MAX_DEFINITION = 1 << 16  # characters of the grammar of an input
 
 
@@ -22,7 +22,7 @@ class Function(RequestBody):
 
     accepted_values: ClassVar = {"strict": (False,)}
 
-    name: _Name
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -57,7 +57,7 @@ class GrammarInput(RequestBody):
 
 
 class CustomFields(RequestBody):
-    name: _Name
+    name: ToolName
     description: str = ""
     format: Annotated[AnyInput | GrammarInput, Field(discriminator="type")] | None = None
 

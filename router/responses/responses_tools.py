@@ -9,9 +9,8 @@ from pydantic import Field
 from coatcheck.proto.errors import InvalidParameter
 from coatcheck.router.event_loop.message_limits import MAX_TOOLS
 from coatcheck.router.openai.sampling_fields import IGNORED_FIELDS, RequestBody
-from coatcheck.router.openai.tools import MAX_NAME, AnyInput, GrammarDefinition
+from coatcheck.router.openai.tools import MAX_NAME, AnyInput, GrammarDefinition, ToolName
 
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 _DIRECT: Final = (["direct"],)  # the model calls the tool itself, not a program that it has written
 
 
@@ -22,7 +21,7 @@ class FunctionTool(RequestBody):
     ignored_fields: ClassVar = IGNORED_FIELDS | {"output_schema"}
 
     type: Literal["function"]
-    name: _Name
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -38,7 +37,7 @@ class CustomToolParam(RequestBody):
     accepted_values: ClassVar = {"defer_loading": (False,), "allowed_callers": _DIRECT}
 
     type: Literal["custom"]
-    name: _Name
+    name: ToolName
     description: str | None = None
     format: Annotated[AnyInput | GrammarFormat, Field(discriminator="type")] | None = None
 
@@ -51,7 +50,7 @@ class NamespaceTool(RequestBody):
     `namespace__name`, as with vLLM. Calls in the response have `namespace` and `name` as two fields."""
 
     type: Literal["namespace"]
-    name: _Name
+    name: ToolName
     description: str | None = None
     tools: Annotated[list[ClientTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 

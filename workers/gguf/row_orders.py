@@ -11,7 +11,7 @@ import numpy as np
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.gguf.block_codes import Array
-from coatcheck.workers.gguf.field_readers import head_width, kv_heads
+from coatcheck.workers.gguf.field_readers import head_width
 from coatcheck.workers.gguf.gguf_file import GgufFile
 
 RowOrder = Callable[[GgufFile, int], Array]
@@ -22,7 +22,7 @@ def _rotary_pairs(heads_key: str) -> RowOrder:
     rows of all pairs, then the second rows. `heads_key`: the metadata key of the number of heads."""
 
     def order(file: GgufFile, rows: int) -> Array:
-        heads = kv_heads(file) if heads_key == "attention.head_count_kv" else file.count(heads_key)
+        heads = file.count(heads_key, file.count("attention.head_count"))
         _check_division(file, rows, 2 * heads)
         return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
 
@@ -68,11 +68,6 @@ def _values_behind_keys(file: GgufFile, rows: int) -> Array:
     """As `_value_heads`, behind the rows of queries and keys, which keep their order."""
     first = 2 * file.count("ssm.group_count") * file.count("ssm.state_size")
     return np.concatenate([np.arange(first), first + _value_heads(file, rows - first)])
-
-
-def alternate_rows(file: GgufFile, rows: int) -> Array:
-    """The rows of two tensors in turn."""
-    return np.arange(rows).reshape(2, -1).T.ravel()
 
 
 def _check_division(file: GgufFile, count: int, parts: int) -> None:

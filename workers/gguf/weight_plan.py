@@ -17,7 +17,6 @@ from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.gguf.block_codes import FORMS, PLAIN, Array, CodeForm, can_dequantise
 from coatcheck.workers.gguf.families import MERGED, ROPE_TENSORS, Change, GgufFamily, LayerTensors
 from coatcheck.workers.gguf.gguf_file import GgufFile, GgufTensor
-from coatcheck.workers.gguf.row_orders import alternate_rows
 
 # By torch's names: those of safetensors.
 DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -29,11 +28,10 @@ _UNUSED: Final = "attn_rot_embd.weight"  # a table that old files of llama have
 class Weight:
     """A weight `name` of `shape`, as a transformers checkpoint has it.
 
-    `sources`: the GGUF tensor, or several with as many columns. `rows`: which rows of the sources, one source after the
-    other, in order; None: all rows of the only source. `columns`: which columns, likewise. `form`: of its codes; None:
-    it is stored in `dtype`, by safetensors' name. `change`: a function of its values in float32. `is_transposed`: the
-    last two sizes are exchanged. `are_blocks`: MXFP4 experts in gpt-oss' own layout. `are_latent_heads`: see
-    join_latent_heads.
+    `sources`: the GGUF tensor; of gpt-oss' experts two, gate and up, whose rows alternate. `rows`: which rows of each
+    source, in order; None: all. `columns`: which columns, likewise. `form`: of its codes; None: it is stored in
+    `dtype`, by safetensors' name. `change`: a function of its values in float32. `is_transposed`: the last two sizes
+    are exchanged. `are_blocks`: MXFP4 experts in gpt-oss' own layout. `are_latent_heads`: see join_latent_heads.
     """
 
     name: str
@@ -50,7 +48,7 @@ class Weight:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the sources that are used."""
+        """Rows of one source that are used."""
         return self.sources[0].rows if self.rows is None else len(self.rows)
 
 
@@ -232,16 +230,15 @@ class _Planner:
         if "ffn_gate_exps" in tensor.name:
             sources = (tensor, self.file.tensor(tensor.name.replace("ffn_gate_exps", "ffn_up_exps")))
         experts, size = tensor.shape[0], tensor.shape[1] * len(sources)
-        rows = alternate_rows(self.file, experts * size) if len(sources) > 1 else None
         name, _, ending = name.rpartition(".")
         if ending == "bias":
             columns = tuple(replace(source, shape=(*source.shape, 1)) for source in sources)
-            yield Weight(f"{name}_bias", (experts, size), columns, PLAIN.get(tensor.type, self.dtype), rows=rows)
+            yield Weight(f"{name}_bias", (experts, size), columns, PLAIN.get(tensor.type, self.dtype))
         elif all(source.type is Type.MXFP4 for source in sources):
             shape = (experts, size, tensor.columns)
-            yield Weight(name, shape, sources, self.dtype, form=FORMS[Type.MXFP4], rows=rows, are_blocks=True)
+            yield Weight(name, shape, sources, self.dtype, form=FORMS[Type.MXFP4], are_blocks=True)
         else:
-            yield Weight(name, (experts, tensor.columns, size), sources, self.dtype, rows=rows, is_transposed=True)
+            yield Weight(name, (experts, tensor.columns, size), sources, self.dtype, is_transposed=True)
 
 
 def keeps_groups(order: Array, group: int) -> bool:
@@ -258,8 +255,6 @@ def _shape(name: str, leaf: str, tensor: GgufTensor) -> tuple[int, ...]:
         return (1, tensor.columns)
     if name.endswith("moe_statics.e_score_correction_bias"):
         return (1, tensor.columns)
-    if leaf == "ssm_norm" or (leaf in ("ssm_a", "ssm_d") and tensor.columns == 1):  # of each head, or group
-        return (tensor.rows * tensor.columns,)
     if leaf in ("shortconv.conv", "ssm_conv1d") and len(tensor.shape) == 2:
         return (tensor.shape[0], 1, tensor.shape[1])
     return tensor.shape

@@ -218,7 +218,7 @@ class ModelRunner:
     def _forward(self, rows: list[ScheduledSequence], logits_indices: LogitsIndices | None) -> Tensor:
         """Hidden states of the rows' T tokens, [T, hidden]; with `logits_indices`, of its R tokens, [R, hidden]."""
         lens, seq_lens = [row.num_tokens for row in rows], _seq_lens(rows)
-        spans = upload(np.array([(row.slot, row.start, row.num_tokens) for row in rows]), torch.int64, self._device)
+        spans = self._int64([(row.slot, row.start, row.num_tokens) for row in rows])
         step = gather_rows(
             spans,
             self._token_ids,

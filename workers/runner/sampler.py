@@ -61,8 +61,8 @@ class Sampler:
         self._seeds = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._sequences: dict[int, NewSequence] = {}  # by slot
         self._features: dict[int, SamplingFeature] = {}  # by slot
-        self._union_of: list[int] = []  # the slots of which `_union` has the features
-        self._union = SamplingFeature.NONE
+        self._step_slots: list[int] = []  # of the last step
+        self._step_features = SamplingFeature.NONE
         self._constraints = TokenConstraints(device)
 
     def set_parameters(self, new: NewSequence) -> None:
@@ -70,7 +70,7 @@ class Sampler:
         params, slot = new.sampling, new.slot
         self._sequences[slot] = new
         self._features[slot] = features_of(params, has_grammar=new.grammar_id is not None)
-        self._union_of, self._union = [], SamplingFeature.NONE
+        self._step_slots, self._step_features = [], SamplingFeature.NONE
         self._constraints.set_sequence(new)
         floats = (
             params.temperature, params.top_p, params.min_p,
@@ -83,9 +83,9 @@ class Sampler:
 
     def features(self, slots: Sequence[int]) -> SamplingFeature:
         """Everything that some of the slots' sequences ask for."""
-        if slots != self._union_of:  # a decode mostly has the slots of the step before
-            self._union_of, self._union = list(slots), union(self._features[slot] for slot in slots)
-        return self._union
+        if slots != self._step_slots:  # a decode mostly has the slots of the step before
+            self._step_slots, self._step_features = list(slots), union(self._features[slot] for slot in slots)
+        return self._step_features
 
     def choose_form(self, features: SamplingFeature) -> SamplingForm:
         """The form for a step with these features. The first step that gathers logits for a reason logs the reason."""
@@ -138,7 +138,7 @@ class Sampler:
         return tokens
 
     def sample_rows(self, form: SamplingForm, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
-        """As `sample`, outside a CUDA graph."""
+        """As `sample`, for slots and positions that the host has as lists."""
         if form is SamplingForm.GREEDY and self._device.type == "cpu":
             return pick_tokens(logits, slots, positions, self._token_ids)
         return self.sample(form, logits, *upload([slots, positions], torch.int64, self._device))
