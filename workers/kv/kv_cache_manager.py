@@ -29,8 +29,8 @@ from coatcheck.workers.kv.host_pool import HostPool
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry, choose_max_ghosts
 from coatcheck.workers.kv.state_snapshots import StateSnapshots
 
-# Every 31st copy that is found too costly is made nonetheless. Otherwise no copy would be measured again, and a cost
-# that was measured in a bad moment would never change.
+# The 31st copy in a row that is found too costly is made nonetheless. Otherwise no copy would be measured again, and a
+# cost that was measured in a bad moment would never change.
 _TRIAL_EVERY: Final = 31
 # A save is two kernels for each layer with a state, so many sequences that end a block together would make one step
 # long. A sequence that is left out tries again at the end of its next block.
@@ -68,7 +68,9 @@ class KVCacheManager:
         self._queued: deque[_Restore] = deque()
         # In the order of the ranks' reports; an int is a demotion's host block.
         self._in_progress: list[int | _Restore] = []
-        self._num_rejected: Counter[str] = Counter()  # copies that cost too much, by direction
+        # Copies that cost too much, since the last copy in that direction.
+        self._rejected_demotions = 0
+        self._rejected_restores = 0
         self._corrupt_at: dict[Sequence, int] = {}  # index of the first corrupt block of a restoring sequence
 
     @property
@@ -100,7 +102,8 @@ class KVCacheManager:
         if num_on_host and not self.copy_cost.is_restore_faster(
             num_on_host, num_queued=len(self._queued), with_decodes=with_decodes
         ):
-            return found[: found.index(None) + int(self._count_rejected_copy("restore"))]  # a trial restores one block
+            is_trial = self._rejected_restores + 1 >= _TRIAL_EVERY
+            return found[: found.index(None) + int(is_trial)]  # a trial restores one block
         return found
 
     def is_prefix_pending(self, sequence: Sequence, *, with_decodes: bool) -> bool:
@@ -244,6 +247,15 @@ class KVCacheManager:
         host_block = self.host.begin_restore(sequence.block_hashes[index])
         self._queued.append(_Restore(sequence, index, host_block, sequence.block_table[index]))
         sequence.num_restoring += 1
+        self._rejected_restores = 0
+
+    def count_rejected_restore(self, sequence: Sequence, index: int) -> None:
+        """Count a restore as rejected if the host tier has block `index` of an admitted sequence, the first block that
+        `find_cached_blocks` did not return. Only an admission counts: the same blocks are searched in many steps before
+        it."""
+        is_searched = not sequence.computes_whole_prompt and index < self.count_cacheable_blocks(sequence)
+        if is_searched and sequence.block_hashes[index] in self.host:
+            self._rejected_restores += 1
 
     def demote_evicted_block(self, block: int, plan: StepPlan) -> None:
         """Demote the evicted prefix block whose KV is still in `block`, if copying pays. Call this before the plan
@@ -254,9 +266,12 @@ class KVCacheManager:
         if prefix.block_hash in self.host:
             self.host.requeue_block(prefix.block_hash)
             return
-        is_worthwhile = self.copy_cost.is_demotion_worthwhile or self._count_rejected_copy("demote")
-        if is_worthwhile and (host_block := self.host.begin_demotion(prefix)) is not None:
+        if not self.copy_cost.is_demotion_worthwhile and self._rejected_demotions + 1 < _TRIAL_EVERY:
+            self._rejected_demotions += 1
+            return
+        if (host_block := self.host.begin_demotion(prefix)) is not None:
             plan.demotes.append((block, host_block))
+            self._rejected_demotions = 0
 
     def plan_copies(self, plan: StepPlan, *, with_decodes: bool) -> None:
         """Add as many queued restores, and then demotions, as the step has time for; at least one copy if there is one.
@@ -353,11 +368,6 @@ class KVCacheManager:
         assert self._corrupt_at.keys() <= num_restoring.keys(), "a sequence with a corrupt block restores nothing"
         self.host.check()
         return [[restore.block] for restore in in_progress]
-
-    def _count_rejected_copy(self, direction: str) -> bool:
-        """Count a copy that costs too much. Return whether to make it nonetheless, as a trial (see _TRIAL_EVERY)."""
-        self._num_rejected[direction] += 1
-        return self._num_rejected[direction] % _TRIAL_EVERY == 0
 
     def _end_restore(self, restore: _Restore, *, is_intact: bool) -> Sequence | None:
         """Return the restore's sequence if this was its last one."""

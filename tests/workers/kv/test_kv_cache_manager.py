@@ -240,6 +240,24 @@ def test_restores_that_were_slow_once_are_tried_again() -> None:
     assert max(found[:tried]) == 0 and max(found[tried + 1 :]) > 20
 
 
+def test_the_31st_slow_restore_is_a_trial_however_often_its_blocks_are_searched() -> None:
+    """30 restores are rejected between two trials, also where a request waits beside another prompt, so that its blocks
+    are searched more often than once."""
+    engine, runner = make_engine(host_blocks=400)
+    prompts = [[100 + i] * 80 for i in range(6)]  # the last two evict the others
+    for i, prompt in enumerate(prompts):
+        ask(engine, f"first{i}", prompt)
+    runner.seconds["restore"] = 10.0
+    assert ask(engine, "slow", prompts[3]).first["slow", 0].cached_host_tokens
+    restored = []
+    for i in range(1, 70):
+        if i % 4 == 0:
+            engine.submit_request(request(f"beside{i}", [200 + i] * 8, 1))
+        restored.append(ask(engine, f"again{i}", prompts[i % 3]).first[f"again{i}", 0].cached_host_tokens)
+    trials = [index for index, tokens in enumerate(restored) if tokens]
+    assert trials == [30, 61]
+
+
 def answer_on(prompt: list[int], max_tokens: int) -> list[int]:
     """The fake model's answer without an end token."""
     said: list[int] = []
