@@ -35,9 +35,18 @@ def llama(file: GgufFile) -> Fields:
 
 
 def granite(file: GgufFile) -> Fields:
-    return gated_fields(file) | dict(
-        attention_bias=has_tensor(file, "blk.0.attn_q.bias"),
-        mlp_bias=has_tensor(file, "blk.0.ffn_gate.bias"),
+    return (
+        gated_fields(file)
+        | dict(
+            attention_bias=has_tensor(file, "blk.0.attn_q.bias"),
+            mlp_bias=has_tensor(file, "blk.0.ffn_gate.bias"),
+        )
+        | granite_scales(file)
+    )
+
+
+def granite_scales(file: GgufFile) -> Fields:
+    return dict(
         attention_multiplier=file.number("attention.scale"),
         embedding_multiplier=file.number("embedding_scale"),
         residual_multiplier=file.number("residual_scale"),

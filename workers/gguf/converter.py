@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
+from gguf.constants import GGMLQuantizationType
+from numpy.typing import NDArray
 
 from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry
 from coatcheck.workers.gguf.block_codes import FORMS, PLAIN, Array, Kind, dequantise, read_codes
@@ -43,6 +45,16 @@ class OutputTensor:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * _ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some stored rows of a tensor of the type `kind`. `places`: of these rows among those that are converted with
+    them; None: they are all."""
+
+    kind: GGMLQuantizationType
+    rows: NDArray[np.uint8]
+    places: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +156,7 @@ def _convert_in_threads(weights: Sequence[Weight]) -> Iterator[tuple[Weight, lis
             for weight in weights:
                 step = max(1, _CHUNK // weight.sources[0].columns)
                 if weight.is_transposed:
-                    step = weight.sources[0].shape[-2]  # each matrix whole
+                    step = weight.shape[-1]  # each matrix whole
                 if weight.are_latent_heads:
                     step = weight.num_rows
                 for start in range(0, weight.num_rows, step):
@@ -164,9 +176,24 @@ def _convert(weight: Weight, start: int, stop: int) -> list[Array]:
     if weight.are_latent_heads:
         keys, values = (dequantise(source.type, source.read_rows()).reshape(source.shape) for source in weight.sources)
         return [_cast(join_latent_heads(keys, values), weight.dtype)]
-    rows = slice(start, stop) if weight.rows is None else weight.rows[start:stop]
-    pieces = [source.read_rows()[rows] for source in weight.sources]
+    pieces = _read_rows(weight, start, stop)
     return [_plain(weight, pieces)] if weight.form is None else _codes(weight, pieces)
+
+
+def _read_rows(weight: Weight, start: int, stop: int) -> list[_Piece]:
+    """The stored rows of which the rows [start, stop) of a weight are made, by source."""
+    if weight.rows is None:
+        [source] = weight.sources
+        return [_Piece(source.type, source.read_rows()[start:stop])]
+    rows = weight.rows[start:stop]
+    if len(weight.sources) == 1:
+        return [_Piece(weight.sources[0].type, weight.sources[0].read_rows()[rows])]
+    pieces, first = [], 0
+    for source in weight.sources:
+        places = np.flatnonzero((rows >= first) & (rows < first + source.rows))
+        pieces.append(_Piece(source.type, source.read_rows()[rows[places] - first], places))
+        first += source.rows
+    return pieces
 
 
 def join_latent_heads(keys: Array, values: Array) -> Array:
@@ -175,13 +202,12 @@ def join_latent_heads(keys: Array, values: Array) -> Array:
     return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(-1, values.shape[-1])
 
 
-def _plain(weight: Weight, pieces: Sequence[Array]) -> Array:
+def _plain(weight: Weight, pieces: Sequence[_Piece]) -> Array:
     """The elements in the weight's dtype, as bytes or numbers."""
-    tensor, *others = weight.sources
     is_changed = weight.is_transposed or weight.change is not None or weight.columns is not None
-    if not others and not is_changed and PLAIN.get(tensor.type) == weight.dtype:
-        return pieces[0]
-    values = _alternate([dequantise(source.type, piece) for source, piece in zip(weight.sources, pieces, strict=True)])
+    if len(pieces) == 1 and not is_changed and PLAIN.get(pieces[0].kind) == weight.dtype:
+        return pieces[0].rows
+    values = _in_order(pieces, [dequantise(piece.kind, piece.rows) for piece in pieces])
     if weight.columns is not None:
         values = values[:, weight.columns]
     if weight.change is not None:
@@ -189,23 +215,27 @@ def _plain(weight: Weight, pieces: Sequence[Array]) -> Array:
     return _cast(values.T if weight.is_transposed else values, weight.dtype)
 
 
-def _codes(weight: Weight, pieces: Sequence[Array]) -> list[Array]:
+def _codes(weight: Weight, pieces: Sequence[_Piece]) -> list[Array]:
     form = weight.form
     assert form is not None
-    found = []
-    for source, piece in zip(weight.sources, pieces, strict=True):
-        found.append(read_codes(source.type, piece).in_form(FORMS[source.type], form))
-    codes = _alternate([one.codes for one in found])
-    groups = [_alternate([one.scales for one in found]), *([] if found[0].zeros is None else [found[0].zeros])]
+    found = [read_codes(piece.kind, piece.rows).in_form(FORMS[piece.kind], form) for piece in pieces]
+    codes = _in_order(pieces, [one.codes for one in found])
+    zeros = [one.zeros for one in found if one.zeros is not None]
+    groups = [_in_order(pieces, [one.scales for one in found]), *([_in_order(pieces, zeros)] if zeros else [])]
     if weight.columns is not None:
         codes = codes[:, weight.columns]
         groups = [one[:, weight.columns[:: form.group] // form.group] for one in groups]
     return [_pack(codes, form.kind), *groups]
 
 
-def _alternate(parts: Sequence[Array]) -> Array:
-    """Row 0 of each part, then row 1 of each, and so on."""
-    return parts[0] if len(parts) == 1 else np.stack(parts, axis=1).reshape(-1, parts[0].shape[-1])
+def _in_order(pieces: Sequence[_Piece], parts: Sequence[Array]) -> Array:
+    """The rows of `parts`, each made of one piece, at their places in the weight."""
+    if len(parts) == 1:
+        return parts[0]
+    rows: Array = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
+    for piece, part in zip(pieces, parts, strict=True):
+        rows[piece.places] = part
+    return rows
 
 
 def _pack(codes: Array, kind: Kind) -> Array:

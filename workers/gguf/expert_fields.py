@@ -3,7 +3,7 @@
 from typing import Final
 
 from coatcheck.proto.errors import InvalidModel
-from coatcheck.workers.gguf.config_fields import qwen
+from coatcheck.workers.gguf.config_fields import granite_scales, qwen
 from coatcheck.workers.gguf.field_readers import (
     Fields,
     gated_fields,
@@ -49,6 +49,19 @@ def _qwen_experts(file: GgufFile) -> Fields:
         decoder_sparse_step=1,
         mlp_only_layers=[],
     )
+
+
+def granite_moe(file: GgufFile) -> Fields:
+    """`shared_intermediate_size`: only if the file has shared experts."""
+    up = file.tensor("blk.0.ffn_up_exps.weight")
+    fields = gated_fields(file, inner=up.shape[-2]) | granite_scales(file) | dict(
+        attention_bias=has_tensor(file, "blk.0.attn_q.bias"),
+        num_local_experts=file.count("expert_count"),
+        num_experts_per_tok=file.count("expert_used_count"),
+    )  # fmt: skip
+    if has_tensor(file, "blk.0.ffn_up_shexp.weight"):
+        fields["shared_intermediate_size"] = file.tensor("blk.0.ffn_up_shexp.weight").shape[0]
+    return fields
 
 
 def gpt_oss(file: GgufFile) -> Fields:

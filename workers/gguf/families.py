@@ -17,7 +17,7 @@ from coatcheck.workers.gguf import expert_fields, row_orders, state_fields
 from coatcheck.workers.gguf import tensor_names as names
 from coatcheck.workers.gguf.block_codes import Array
 from coatcheck.workers.gguf.gguf_file import GgufFile
-from coatcheck.workers.gguf.row_orders import RowOrder
+from coatcheck.workers.gguf.row_orders import Joined, RowOrder
 
 Change = Callable[[Array], Array]
 
@@ -47,6 +47,7 @@ class GgufFamily:
     `plain`: names in GGUF of weights that are no linears, and so cannot stay quantised.
     `orders`, `column_orders`: weights whose rows, or columns, GGUF has in another order.
     `changes`: {name in a layer, with its ending: function of GGUF's values in float32 that returns transformers'}.
+    `joined`: weights that GGUF has as several tensors.
     `transposed`: weights that transformers stores as [in, out].
     `kinds`: for a family whose layers differ, returns the kind of each layer. `kind_tensors`: by kind.
     """
@@ -58,9 +59,14 @@ class GgufFamily:
     orders: Mapping[str, RowOrder] = field(default_factory=dict)
     column_orders: Mapping[str, RowOrder] = field(default_factory=dict)
     changes: Mapping[str, Change] = field(default_factory=dict)
+    joined: tuple[Joined, ...] = ()
     transposed: frozenset[str] = frozenset()
     kinds: Callable[[GgufFile], Sequence[str]] | None = None
     kind_tensors: Mapping[str, LayerTensors] = field(default_factory=dict)
+
+    def joined_with(self, leaf: str) -> Joined | None:
+        """The weight of which the tensor `leaf` is a part; None if it is a weight of its own."""
+        return next((joined for joined in self.joined if leaf in joined.leaves), None)
 
 
 # Tensors with tables of rotary embeddings. field_readers.py reads them.
@@ -69,7 +75,7 @@ ROPE_TENSORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_fa
 MERGED: Final = (
     ("blk.{}.attn_q", "blk.{}.attn_k", "blk.{}.attn_v"),
     ("blk.{}.attn_q_a", "blk.{}.attn_kv_a_mqa"),
-    ("blk.{}.attn_qkv", "blk.{}.attn_gate", "blk.{}.ssm_beta", "blk.{}.ssm_alpha"),
+    ("blk.{}.attn_qkv", "blk.{}.attn_gate", "blk.{}.ssm_beta", "blk.{}.ssm_alpha", "blk.{}.ssm_ba"),
     ("blk.{}.ffn_gate", "blk.{}.ffn_up"),
     ("blk.{}.ffn_gate_shexp", "blk.{}.ffn_up_shexp"),
     ("blk.{}.ffn_gate_exps", "blk.{}.ffn_up_exps"),
@@ -126,6 +132,61 @@ _DELTA_NET: Final[dict[str, Any]] = dict(
     },
 )
 _LATENT: Final[dict[str, Any]] = dict(kinds=expert_fields.dense_layers_first, kind_tensors=_DENSE_OR_EXPERTS)
+_MIXERS: Final = {
+    "attention": LayerTensors(_weights("attn_q", "attn_k", "attn_v", "attn_output")),
+    "state": LayerTensors(
+        _weights("ssm_in", "ssm_conv1d", "ssm_norm", "ssm_out") | {"ssm_a", "ssm_d", "ssm_dt.bias"},
+        frozenset(("ssm_conv1d.bias", "ssm_in.bias", "ssm_out.bias")),
+    ),
+}
+_MAMBA2: Final[dict[str, Any]] = dict(
+    plain=frozenset(("token_embd", "ssm_conv1d", "ffn_gate_inp")), changes={"ssm_a": _log_of_negative}
+)
+_NEMOTRON_H: Final = GgufFamily(
+    "nemotron_h",
+    state_fields.nemotron_h,
+    names.NEMOTRON_H,
+    orders=row_orders.LLAMA_ORDERS,
+    kinds=state_fields.nemotron_h_kinds,
+    kind_tensors=_MIXERS | {
+        "dense": LayerTensors(_weights("ffn_up", "ffn_down")),
+        "experts": LayerTensors(
+            _weights("ffn_gate_inp", "ffn_up_exps", "ffn_down_exps", "ffn_up_shexp", "ffn_down_shexp"),
+            _weights("ffn_latent_down", "ffn_latent_up") | {"exp_probs_b.bias"},
+        ),
+    },
+    **_MAMBA2,
+)  # fmt: skip
+# By whether the projections to q, k, v and z are one tensor, as in files of the first months.
+_QWEN3_NEXTS: Final = {
+    is_one: GgufFamily(
+        "qwen3_next",
+        state_fields.qwen3_next,
+        names.QWEN3_NEXT,
+        plain=frozenset(("token_embd", "ssm_conv1d")),
+        changes={**_NORMS_WITH_ONE, "ssm_a": _log_of_negative},
+        joined=(row_orders.QKV_AND_Z,),
+        kinds=state_fields.qwen35_kinds,
+        kind_tensors={
+            "attention": _ATTENTION_TENSORS,
+            "state": LayerTensors(
+                _weights(*qkvz, "ssm_ba", "ssm_conv1d", "ssm_norm", "ssm_out") | {"ssm_a", "ssm_dt.bias"}
+            ),
+        },
+    )
+    for is_one, qkvz in ((True, ("ssm_in",)), (False, ("attn_qkv", "attn_gate")))
+}
+# By whether there are shared experts.
+_GRANITE_MOES: Final = {
+    has_shared: GgufFamily(
+        "granitemoeshared" if has_shared else "granitemoe",
+        expert_fields.granite_moe,
+        names.GRANITE_MOE,
+        orders=row_orders.LLAMA_ORDERS,
+        joined=(row_orders.EXPERTS_GATE_AND_UP, row_orders.SHARED_GATE_AND_UP),
+    )
+    for has_shared in (False, True)
+}
 
 # By whether layers have one norm, or one for attention and one for the MLP.
 _FALCONS: Final = {
@@ -148,11 +209,30 @@ _MIXTURE_OF_LLAMA: Final = GgufFamily(
 FAMILIES: Final[Mapping[str, GgufFamily]] = {
     "llama": GgufFamily("llama", fields.llama, names.LLAMA, orders=row_orders.LLAMA_ORDERS),
     "granite": GgufFamily("granite", fields.granite, names.LLAMA, orders=row_orders.LLAMA_ORDERS),
+    "granitemoe": _GRANITE_MOES[False],
+    "granitehybrid": GgufFamily(
+        "granitemoehybrid",
+        state_fields.granite_hybrid,
+        names.GRANITE_HYBRID,
+        orders=row_orders.LLAMA_ORDERS,
+        joined=(row_orders.EXPERTS_GATE_AND_UP, row_orders.SHARED_GATE_AND_UP, row_orders.GATE_AND_UP),
+        kinds=state_fields.granite_hybrid_kinds,
+        kind_tensors={
+            f"{mixer} {mlp}": tensors | _DENSE_OR_EXPERTS[mlp]
+            for mixer, tensors in _MIXERS.items()
+            for mlp in _DENSE_OR_EXPERTS
+        },
+        **_MAMBA2,
+    ),
+    "falcon-h1": GgufFamily("falcon_h1", state_fields.falcon_h1, names.FALCON_H1, **_MAMBA2),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
     "smollm3": GgufFamily("smollm3", fields.smollm3, names.LLAMA, orders=row_orders.LLAMA_ORDERS),
     "qwen2": GgufFamily("qwen2", fields.qwen, names.LLAMA),
     "qwen3": GgufFamily("qwen3", fields.qwen3, names.QWEN3),
     "qwen2moe": GgufFamily("qwen2_moe", expert_fields.qwen2_moe, names.QWEN2_MOE),
     "qwen3moe": GgufFamily("qwen3_moe", expert_fields.qwen3_moe, names.QWEN3_MOE),
+    "qwen3next": _QWEN3_NEXTS[False],
     "qwen35": GgufFamily("qwen3_5_text", state_fields.qwen35, names.QWEN35, **_DELTA_NET),
     "qwen35moe": GgufFamily("qwen3_5_moe_text", state_fields.qwen35_moe, names.QWEN35_MOE, **_DELTA_NET),
     "olmo": GgufFamily("olmo", fields.olmo, names.OLMO, orders=row_orders.LLAMA_ORDERS),
@@ -240,6 +320,10 @@ def family_of(file: GgufFile) -> GgufFamily:
     """Raises InvalidModel for an architecture that is not served from GGUF."""
     if file.architecture == "llama" and file.count("expert_count", 0) > 0:
         return _MIXTURE_OF_LLAMA
+    if file.architecture == "qwen3next":
+        return _QWEN3_NEXTS["blk.0.ssm_in.weight" in file.tensors]
+    if file.architecture == "granitemoe":
+        return _GRANITE_MOES["blk.0.ffn_up_shexp.weight" in file.tensors]
     if file.architecture == "falcon":
         return _FALCONS["blk.0.attn_norm_2.weight" in file.tensors]
     if file.architecture == "deepseek2":

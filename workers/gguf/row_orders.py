@@ -5,16 +5,26 @@ Orders of columns are functions of the same kind. Imports no torch.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.gguf.block_codes import Array
-from coatcheck.workers.gguf.field_readers import head_width
+from coatcheck.workers.gguf.field_readers import head_width, kv_heads
 from coatcheck.workers.gguf.gguf_file import GgufFile
 
 RowOrder = Callable[[GgufFile, int], Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Tensors of a layer that are one weight of transformers, by their names in the layer. `order`: as of one tensor
+    that has their rows one after the other."""
+
+    leaves: tuple[str, ...]
+    order: RowOrder
 
 
 def _rotary_pairs(heads_key: str) -> RowOrder:
@@ -22,7 +32,7 @@ def _rotary_pairs(heads_key: str) -> RowOrder:
     rows of all pairs, then the second rows. `heads_key`: the metadata key of the number of heads."""
 
     def order(file: GgufFile, rows: int) -> Array:
-        heads = file.count(heads_key, file.count("attention.head_count"))
+        heads = kv_heads(file) if heads_key == "attention.head_count_kv" else file.count(heads_key)
         _check_division(file, rows, 2 * heads)
         return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
 
@@ -70,6 +80,34 @@ def _values_behind_keys(file: GgufFile, rows: int) -> Array:
     return np.concatenate([np.arange(first), first + _value_heads(file, rows - first)])
 
 
+def alternate_rows(file: GgufFile, rows: int) -> Array:
+    """The rows of two tensors in turn."""
+    return np.arange(rows).reshape(2, -1).T.ravel()
+
+
+def _one_after_the_other(file: GgufFile, rows: int) -> Array:
+    return np.arange(rows)
+
+
+def _gate_and_up_by_expert(file: GgufFile, rows: int) -> Array:
+    """transformers has the gate of an expert before the up projection of this expert."""
+    experts = file.count("expert_count")
+    _check_division(file, rows, 2 * experts)
+    return np.arange(rows).reshape(2, experts, -1).swapaxes(0, 1).ravel()
+
+
+def _qkvz_by_key_head(file: GgufFile, rows: int) -> Array:
+    """GGUF has the queries of all key heads, then the keys, the values, and the gates z. transformers has all four of
+    the first key head, then those of the second."""
+    heads = file.count("ssm.group_count")
+    keys = heads * file.count("ssm.state_size")
+    values = (rows - 2 * keys) // 2
+    _check_division(file, rows, 2 * heads)
+    _check_division(file, values, heads)
+    parts = np.split(np.arange(rows), np.cumsum([keys, keys, values]))
+    return np.concatenate([part.reshape(heads, -1) for part in parts], axis=1).ravel()
+
+
 def _check_division(file: GgufFile, count: int, parts: int) -> None:
     if parts < 1 or count < 1 or count % parts:
         raise InvalidModel(f"{file.path}: heads of attention do not divide {count} by {parts}; fetch it again")
@@ -87,3 +125,7 @@ DELTA_NET_ORDERS: Final = {
     **dict.fromkeys(("attn_gate", "ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt"), _value_heads),
 }
 DELTA_NET_COLUMNS: Final = {"ssm_out": _value_heads}
+GATE_AND_UP: Final = Joined(("ffn_gate", "ffn_up"), _one_after_the_other)
+SHARED_GATE_AND_UP: Final = Joined(("ffn_gate_shexp", "ffn_up_shexp"), _one_after_the_other)
+EXPERTS_GATE_AND_UP: Final = Joined(("ffn_gate_exps", "ffn_up_exps"), _gate_and_up_by_expert)
+QKV_AND_Z: Final = Joined(("attn_qkv", "attn_gate"), _qkvz_by_key_head)

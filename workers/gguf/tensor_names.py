@@ -91,6 +91,22 @@ LFM2: Final = {
     "blk.{}.shortconv.in_proj": "model.layers.{}.conv.in_proj",
     "blk.{}.shortconv.out_proj": "model.layers.{}.conv.out_proj",
 }  # fmt: skip
+
+
+def _mamba2(prefix: str) -> dict[str, str]:
+    """`prefix`: of the names of a layer's mixer in transformers."""
+    leaves = {
+        "ssm_in": "in_proj",
+        "ssm_conv1d": "conv1d",
+        "ssm_dt.bias": "dt_bias",
+        "ssm_a": "A_log",
+        "ssm_d": "D",
+        "ssm_norm": "norm",
+        "ssm_out": "out_proj",
+    }
+    return {f"blk.{{}}.{leaf}": f"{prefix}.{name}" for leaf, name in leaves.items()}
+
+
 LFM2_MOE: Final = LFM2 | _layer(
     ffn_gate_inp="feed_forward.gate",
     ffn_gate_exps="feed_forward.experts.{}.w1",
@@ -223,3 +239,58 @@ GEMMA4: Final = (
         "blk.{}.ffn_down_exps.weight": "model.layers.{}.experts.down_proj",
     }
 )
+QWEN3_NEXT: Final = QWEN35_MOE | _layer(
+    attn_qkv="linear_attn.in_proj_qkvz",
+    attn_gate="linear_attn.in_proj_qkvz",
+    ssm_in="linear_attn.in_proj_qkvz",
+    ssm_ba="linear_attn.in_proj_ba",
+)
+GRANITE_MOE: Final = _ENDS | _ATTENTION | _layer(
+    ffn_gate_inp="block_sparse_moe.router.layer",
+    ffn_gate_exps="block_sparse_moe.input_linear",
+    ffn_up_exps="block_sparse_moe.input_linear",
+    ffn_down_exps="block_sparse_moe.output_linear",
+    ffn_gate_shexp="shared_mlp.input_linear",
+    ffn_up_shexp="shared_mlp.input_linear",
+    ffn_down_shexp="shared_mlp.output_linear",
+)  # fmt: skip
+GRANITE_HYBRID: Final = (
+    GRANITE_MOE
+    | _mamba2("model.layers.{}.mamba")
+    | _layer(ffn_gate="shared_mlp.input_linear", ffn_up="shared_mlp.input_linear", ffn_down="shared_mlp.output_linear")
+)
+FALCON_H1: Final = (
+    _ATTENTION
+    | {"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"}
+    | _mamba2("model.layers.{}.mamba")
+    | _layer(
+        ffn_norm="pre_ff_layernorm.weight",  # stored without an ending
+        ffn_gate="feed_forward.gate_proj",
+        ffn_up="feed_forward.up_proj",
+        ffn_down="feed_forward.down_proj",
+    )
+)
+_NEMOTRON_H_MIXERS: Final = {
+    "attn_q": "q_proj",
+    "attn_k": "k_proj",
+    "attn_v": "v_proj",
+    "attn_output": "o_proj",
+    "ffn_up": "up_proj",
+    "ffn_down": "down_proj",
+    "ffn_gate_inp": "gate",
+    "exp_probs_b.bias": "gate.e_score_correction_bias",
+    "ffn_up_exps": "experts.{}.up_proj",
+    "ffn_down_exps": "experts.{}.down_proj",
+    "ffn_up_shexp": "shared_experts.up_proj",
+    "ffn_down_shexp": "shared_experts.down_proj",
+    "ffn_latent_down": "fc1_latent_proj",
+    "ffn_latent_up": "fc2_latent_proj",
+}
+NEMOTRON_H: Final = {
+    "token_embd": "backbone.embeddings",
+    "output_norm": "backbone.norm_f",
+    "output": "lm_head",
+    "blk.{}.attn_norm": "backbone.layers.{}.norm",
+    **_mamba2("backbone.layers.{}.mixer"),
+    **{f"blk.{{}}.{leaf}": f"backbone.layers.{{}}.mixer.{name}" for leaf, name in _NEMOTRON_H_MIXERS.items()},
+}

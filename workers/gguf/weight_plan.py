@@ -17,6 +17,7 @@ from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.gguf.block_codes import FORMS, PLAIN, Array, CodeForm, can_dequantise
 from coatcheck.workers.gguf.families import MERGED, ROPE_TENSORS, Change, GgufFamily, LayerTensors
 from coatcheck.workers.gguf.gguf_file import GgufFile, GgufTensor
+from coatcheck.workers.gguf.row_orders import Joined, alternate_rows
 
 # By torch's names: those of safetensors.
 DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -28,10 +29,11 @@ _UNUSED: Final = "attn_rot_embd.weight"  # a table that old files of llama have
 class Weight:
     """A weight `name` of `shape`, as a transformers checkpoint has it.
 
-    `sources`: the GGUF tensor; of gpt-oss' experts two, gate and up, whose rows alternate. `rows`: which rows of each
-    source, in order; None: all. `columns`: which columns, likewise. `form`: of its codes; None: it is stored in
-    `dtype`, by safetensors' name. `change`: a function of its values in float32. `is_transposed`: the last two sizes
-    are exchanged. `are_blocks`: MXFP4 experts in gpt-oss' own layout. `are_latent_heads`: see join_latent_heads.
+    `sources`: the GGUF tensor, or several with as many columns. `rows`: which rows of the sources, one source after the
+    other, in order; None: all rows of the only source. `columns`: which columns, likewise. `form`: of its codes; None:
+    it is stored in `dtype`, by safetensors' name. `change`: a function of its values in float32. `is_transposed`: the
+    last two sizes are exchanged. `are_blocks`: MXFP4 experts in gpt-oss' own layout. `are_latent_heads`: see
+    join_latent_heads.
     """
 
     name: str
@@ -48,7 +50,7 @@ class Weight:
 
     @property
     def num_rows(self) -> int:
-        """Rows of one source that are used."""
+        """Rows of the sources that are used."""
         return self.sources[0].rows if self.rows is None else len(self.rows)
 
 
@@ -148,6 +150,8 @@ class _Planner:
             yield from self._gpt_oss_experts(tensor, name)
         elif leaf in ("attn_k_b", "attn_v_b"):
             yield from self._latent_heads(tensor, name)
+        elif (joined := self.family.joined_with(leaf)) is not None:
+            yield from self._joined(tensor, leaf, name, joined)
         elif "{}" in name:
             if len(tensor.shape) != 3:
                 raise InvalidModel(
@@ -203,6 +207,23 @@ class _Planner:
             is_transposed=is_transposed,
         )
 
+    def _joined(self, tensor: GgufTensor, leaf: str, name: str, joined: Joined) -> Iterator[Weight]:
+        """The weight that is made of several tensors, where the first of them is placed."""
+        first, *_ = joined.leaves
+        sources = tuple(self.file.tensor(tensor.name.replace(f".{leaf}.", f".{part}.")) for part in joined.leaves)
+        if leaf != first or not all(can_dequantise(source.type) for source in sources):
+            return  # placed with its first part, or refused when the other is placed
+        if len({(source.shape[:-2], source.columns) for source in sources}) > 1:
+            shapes = ", ".join(f"{source.name} {list(source.shape)}" for source in sources)
+            raise InvalidModel(f"{self.file.path}: tensors do not fit together: {shapes}; fetch it again")
+        shape = (*tensor.shape[:-2], sum(source.shape[-2] for source in sources), tensor.columns)
+        rows = joined.order(self.file, sum(source.rows for source in sources))
+        forms = {self.forms.get(source.name) for source in sources}
+        is_linear = len(shape) == 2 and len(forms) == 1
+        plain = {PLAIN.get(source.type, self.dtype) for source in sources}
+        dtype = plain.pop() if len(plain) == 1 else self.dtype
+        yield Weight(name, shape, sources, dtype, form=forms.pop() if is_linear else None, rows=rows)
+
     def _latent_heads(self, tensor: GgufTensor, name: str) -> Iterator[Weight]:
         """Newer files have kv_b_proj of latent attention as two tensors: keys, as [heads, latent, columns of a key],
         and values, as [heads, columns of a value, latent]."""
@@ -230,15 +251,16 @@ class _Planner:
         if "ffn_gate_exps" in tensor.name:
             sources = (tensor, self.file.tensor(tensor.name.replace("ffn_gate_exps", "ffn_up_exps")))
         experts, size = tensor.shape[0], tensor.shape[1] * len(sources)
+        rows = alternate_rows(self.file, experts * size) if len(sources) > 1 else None
         name, _, ending = name.rpartition(".")
         if ending == "bias":
             columns = tuple(replace(source, shape=(*source.shape, 1)) for source in sources)
-            yield Weight(f"{name}_bias", (experts, size), columns, PLAIN.get(tensor.type, self.dtype))
+            yield Weight(f"{name}_bias", (experts, size), columns, PLAIN.get(tensor.type, self.dtype), rows=rows)
         elif all(source.type is Type.MXFP4 for source in sources):
             shape = (experts, size, tensor.columns)
-            yield Weight(name, shape, sources, self.dtype, form=FORMS[Type.MXFP4], are_blocks=True)
+            yield Weight(name, shape, sources, self.dtype, form=FORMS[Type.MXFP4], rows=rows, are_blocks=True)
         else:
-            yield Weight(name, (experts, tensor.columns, size), sources, self.dtype, is_transposed=True)
+            yield Weight(name, (experts, tensor.columns, size), sources, self.dtype, rows=rows, is_transposed=True)
 
 
 def keeps_groups(order: Array, group: int) -> bool:
@@ -255,6 +277,8 @@ def _shape(name: str, leaf: str, tensor: GgufTensor) -> tuple[int, ...]:
         return (1, tensor.columns)
     if name.endswith("moe_statics.e_score_correction_bias"):
         return (1, tensor.columns)
+    if leaf == "ssm_norm" or (leaf in ("ssm_a", "ssm_d") and tensor.columns == 1):  # of each head, or group
+        return (tensor.rows * tensor.columns,)
     if leaf in ("shortconv.conv", "ssm_conv1d") and len(tensor.shape) == 2:
         return (tensor.shape[0], 1, tensor.shape[1])
     return tensor.shape

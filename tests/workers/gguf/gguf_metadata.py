@@ -17,8 +17,11 @@ def add_fields(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) ->
     rope = rope.get("full_attention", rope)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
-    writer.add_block_count(config["num_hidden_layers"] + (arch == "glm4moe"))
-    if arch != "qwen35moe":
+    writer.add_block_count(layer_count(config) + (arch == "glm4moe"))
+    if arch.startswith("nemotron_h"):
+        mlps = [kind in ("mlp", "moe") for kind in config["layers_block_type"]]
+        writer.add_feed_forward_length([config["intermediate_size"] * has_mlp for has_mlp in mlps])
+    elif arch not in ("qwen35moe", "qwen3next"):
         writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     if arch == "deepseek2":
@@ -28,10 +31,13 @@ def add_fields(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) ->
             writer.add_key_length(width)
             writer.add_value_length(width)
         writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1)))
-    if arch != "phi2":
+    if arch != "phi2" and rope:
         writer.add_rope_freq_base(rope["rope_theta"] * rope.get("alpha", 1) ** (width / (width - 2)))
+    rms_names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
     names = ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
     eps: Any = config["norm_eps"] if arch == "nemotron" else next((config[key] for key in names if key in config), None)
+    if arch.startswith("nemotron_h"):
+        eps = None
     if arch == "olmo":
         eps = 1e-5
         if config["clip_qkv"] is not None:
@@ -39,16 +45,20 @@ def add_fields(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) ->
     if eps is not None:
         writer.add_layer_norm_eps(eps)
     else:
-        writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", config.get("norm_eps")))
+        writer.add_layer_norm_rms_eps(next(config[key] for key in rms_names if key in config))
     writer.add_vocab_size(config["vocab_size"])
     kv_heads: Any = config.get("num_kv_heads" if arch == "falcon" else "num_key_value_heads")
     if arch in ("lfm2", "lfm2moe"):
         writer.add_head_count_kv([kv_heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
         writer.add_shortconv_l_cache(config["conv_L_cache"])
+    elif arch in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
+        kinds = config.get("layer_types") or config["layers_block_type"]
+        writer.add_head_count_kv([kv_heads if kind == "full_attention" else 0 for kind in kinds])
     else:
         writer.add_head_count_kv(kv_heads)
     counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    if experts := next((config[key] for key in counts if config.get(key)), None):
+    experts = next((config[key] for key in counts if config.get(key)), None)
+    if experts and arch != "nemotron_h":
         _add_experts(writer, arch, config, experts)
     if arch in ("gemma2", "gemma3", "phi3", "gpt-oss", "cohere2", "exaone4") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
@@ -57,15 +67,19 @@ def add_fields(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) ->
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if arch == "granite":
+    if arch.startswith("granite"):
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
     if arch in ("command-r", "cohere2"):
         writer.add_logit_scale(config["logit_scale"])
-    if arch in ("qwen35", "qwen35moe"):
-        _add_delta_net(writer, config)
+    if arch in ("qwen35", "qwen35moe", "qwen3next"):
+        _add_delta_net(writer, arch, config)
+    if arch in ("granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe"):
+        _add_mamba2(writer, config)
+    if arch == "granitehybrid":
+        writer.add_rope_scaling_finetuned(False)
     if "mrope_section" in rope:
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     if rope.get("rope_type") == "yarn":
@@ -115,6 +129,13 @@ def _add_experts(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any], 
     if arch == "lfm2moe":
         writer.add_leading_dense_block_count(config["num_dense_layers"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if shared := config.get("shared_intermediate_size", config.get("moe_shared_expert_intermediate_size")):
+        writer.add_expert_shared_feed_forward_length(shared)
+    if arch == "nemotron_h_moe":
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_group_count(config["n_group"])
     if arch not in ("deepseek2", "glm4moe"):
         return
     writer.add_leading_dense_block_count(config["first_k_dense_replace"])
@@ -130,14 +151,35 @@ def _add_experts(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any], 
         writer.add_nextn_predict_layers(1)
 
 
-def _add_delta_net(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+def layer_count(config: Mapping[str, Any]) -> int:
+    count: int = config.get("num_hidden_layers") or config.get("n_layer") or len(config["layers_block_type"])
+    return count
+
+
+def _add_mamba2(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    def field(*names: str) -> int:
+        return next(config[name] for name in names if name in config)
+
+    heads = field("mamba_n_heads", "mamba_num_heads")
+    writer.add_ssm_conv_kernel(field("mamba_d_conv", "conv_kernel"))
+    writer.add_ssm_state_size(field("mamba_d_state", "ssm_state_size"))
+    writer.add_ssm_group_count(field("mamba_n_groups", "n_groups"))
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * field("mamba_d_head", "mamba_head_dim"))
+
+
+def _add_delta_net(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) -> None:
     writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
     writer.add_ssm_state_size(config["linear_key_head_dim"])
     writer.add_ssm_group_count(config["linear_num_key_heads"])
     writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
     writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
     writer.add_full_attention_interval(4)
-    writer.add_rope_dimension_sections([11, 11, 10, 0])
+    if arch == "qwen3next":
+        is_recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
+        writer.add_array(f"{arch}.attention.recurrent_layers", is_recurrent)
+    else:
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def _add_gemma4_fields(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:

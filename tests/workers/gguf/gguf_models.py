@@ -43,6 +43,19 @@ _DELTA_NET: dict[str, Any] = dict(
     head_dim=64, num_hidden_layers=5, linear_num_key_heads=2, linear_num_value_heads=8, linear_key_head_dim=32,
     linear_value_head_dim=32,
 )  # fmt: skip
+_SCALES: dict[str, Any] = dict(
+    embedding_multiplier=6.0, logits_scaling=4.0, residual_multiplier=0.3, attention_multiplier=0.2
+)
+_GRANITE_MOE: dict[str, Any] = _SCALES | dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=256)
+_MAMBA2: dict[str, Any] = dict(mamba_n_heads=8, mamba_d_head=64, mamba_n_groups=2, mamba_d_state=32)
+_GRANITE_HYBRID: dict[str, Any] = _MAMBA2 | dict(
+    num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
+    shared_intermediate_size=512, position_embedding_type="nope", max_position_embeddings=2**20,
+)  # fmt: skip
+_NEMOTRON_H: dict[str, Any] = dict(
+    head_dim=64, mamba_num_heads=8, mamba_head_dim=32, n_groups=2, ssm_state_size=32, num_hidden_layers=4,
+)  # fmt: skip
+_QWEN3_NEXT: dict[str, Any] = _DELTA_NET | _EXPERTS | dict(shared_expert_intermediate_size=256, norm_topk_prob=True)
 # name -> (llama.cpp's architecture, transformers' model type, fields of its config)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama", {}),
@@ -57,8 +70,32 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite": (
         "granite",
         "granite",
-        dict(embedding_multiplier=6.0, logits_scaling=4.0, residual_multiplier=0.3, attention_multiplier=0.2),
+        _SCALES,
     ),
+    "granite-moe": ("granitemoe", "granitemoe", _GRANITE_MOE),
+    "granite-moe-shared": ("granitemoe", "granitemoeshared", _GRANITE_MOE | dict(shared_intermediate_size=512)),
+    "granite-hybrid": ("granitehybrid", "granitemoehybrid", _GRANITE_MOE | _GRANITE_HYBRID),
+    "granite-hybrid-dense": (
+        "granitehybrid", "granitemoehybrid",
+        _SCALES | _GRANITE_HYBRID | dict(num_local_experts=0, num_experts_per_tok=0),
+    ),
+    "falcon-h1": (
+        "falcon-h1", "falcon_h1",
+        _MAMBA2 | dict(head_dim=64, mamba_d_ssm=512, mamba_rms_norm=True, mamba_norm_before_gate=False),
+    ),
+    "nemotron-h": (
+        "nemotron_h", "nemotron_h",
+        _NEMOTRON_H | dict(layers_block_type=["linear_attention", "mlp", "full_attention", "mlp"]),
+    ),
+    "nemotron-h-moe": (
+        "nemotron_h_moe", "nemotron_h",
+        _NEMOTRON_H | dict(
+            layers_block_type=["linear_attention", "moe", "full_attention", "moe"], n_routed_experts=4,
+            num_experts_per_tok=2, moe_intermediate_size=256, moe_shared_expert_intermediate_size=512,
+            intermediate_size=256, routed_scaling_factor=2.5,
+        ),
+    ),
+    "qwen3-next": ("qwen3next", "qwen3_next", _QWEN3_NEXT),
     "smollm3": ("smollm3", "smollm3", dict(num_hidden_layers=5)),
     "qwen2": ("qwen2", "qwen2", dict(tie_word_embeddings=True)),
     "qwen3": ("qwen3", "qwen3", dict(head_dim=64)),

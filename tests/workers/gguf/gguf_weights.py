@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.workers.gguf.gguf_metadata import layer_count
+
 
 class StoreTensor(Protocol):
     def __call__(self, name: str, values: np.ndarray, seed: int, *, is_plain: bool = False) -> np.ndarray:
@@ -32,7 +34,7 @@ def write_weights(
 ) -> dict[str, Tensor]:
     """Returns the weights that the written tensors stand for."""
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    layers = config.get("num_hidden_layers") or config["n_layer"]
+    layers = layer_count(config)
     names = gguf.get_tensor_name_map(number, layers)
     held: dict[str, Tensor] = {}
     experts: dict[str, dict[int, str]] = {}
@@ -49,23 +51,34 @@ def write_weights(
         if name.endswith("kv_b_proj.weight") and config["model_type"] != "deepseek_v2":
             held[name] = _store_latent_heads(store, config, name, values, seed)
             continue
+        if (divided := _divide(config, name, values)) is not None:
+            found_parts = [
+                store(f"blk.{parts[2]}.{leaf}.weight", np.ascontiguousarray(part), 1000 * place + seed)
+                for place, (leaf, part) in enumerate(divided.items())
+            ]
+            held[name] = torch.from_numpy(_unite(config, name, found_parts).reshape(values.shape))
+            continue
         known = name.replace("e_score_correction_bias", "e_score_correction.bias").replace(".dt_bias", ".dt_proj.bias")
         known = known.replace("expert_bias", "expert_bias.bias")
         found = names.get_name(known, try_suffixes=(".weight", ".bias"))
         if arch == "gemma4" and name.endswith((".router.scale", ".per_expert_scale")):
             found = f"blk.{parts[2]}.{'ffn_gate_inp' if parts[-1] == 'scale' else 'ffn_down_exps'}.scale"
         assert found is not None, name
+        if arch == "granitehybrid" and not config["num_local_experts"]:
+            found = found.replace("ffn_down_shexp", "ffn_down")
         found += ".weight" if found.endswith(("attn_sinks", "layer_output_scale", "_exps")) else ""
         change = _change_of(arch, config, name, values)
         changed = values if change is None else change.forth(values)
         plain = (".conv.", "conv1d", "ffn_gate_inp", "_norm.")
         is_plain = changed.ndim == 1 or any(part in (name if "conv" in part else found) for part in plain)
+        is_plain = is_plain or found.endswith((".ssm_a", ".ssm_d"))
         back = store(found, np.ascontiguousarray(changed), seed, is_plain=is_plain)
         held[name] = torch.from_numpy((back if change is None else change.back(back)).copy()).reshape(tensor.shape)
     for seed, (merged, by_index) in enumerate(experts.items()):
-        found = names.get_name(
-            merged.removeprefix("model.") if arch == "lfm2moe" else merged, try_suffixes=(".weight",)
-        )
+        merged = merged.removeprefix("model.") if arch == "lfm2moe" else merged
+        if arch == "nemotron_h_moe":
+            merged = merged.replace("backbone", "model").replace(".mixer.", ".mlp.")
+        found = names.get_name(merged, try_suffixes=(".weight",))
         assert found is not None, merged
         stacked = np.stack([weights[by_index[index]].float().numpy() for index in range(len(by_index))])
         back = store(found, stacked, 1000 + seed)
@@ -91,7 +104,16 @@ def _change_of(arch: str, config: Mapping[str, Any], name: str, values: np.ndarr
     if arch in ("qwen35", "qwen35moe") and name.endswith("linear_attn.out_proj.weight"):
         columns = _by_value_head(config, values.shape[1])
         return _Change(lambda one: one[:, columns], lambda one: one[:, np.argsort(columns)])
-    has_one = arch in ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe")
+    if name.endswith("A_log"):
+        is_column = arch != "qwen3next"
+        return _Change(lambda one: -np.exp(one[:, None] if is_column else one), lambda one: np.log(-one))
+    if name.endswith((".mamba.D", ".mixer.D")):
+        return _Change(lambda one: one[:, None], lambda one: one)
+    if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        return _Change(lambda one: one.reshape(2, -1), lambda one: one)
+    if name.endswith("conv1d.weight"):
+        return _Change(lambda one: one[:, 0], lambda one: one)
+    has_one = arch in ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
     if has_one and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return _Change(lambda one: one + 1, lambda one: one - 1)
     if name.endswith("conv.conv.weight"):
@@ -107,7 +129,8 @@ def _row_order(arch: str, config: Mapping[str, Any], name: str, rows: int) -> np
     """Which row of the checkpoint each row in GGUF is."""
     by_row = np.arange(rows)
     is_query_or_key = "q_proj" in name or "k_proj" in name
-    if arch in ("llama", "granite", "smollm3", "olmo") and is_query_or_key:
+    permuted = ("llama", "granite", "smollm3", "olmo", "granitemoe", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+    if arch in permuted and is_query_or_key:
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         return by_row.reshape(heads, 2, -1).swapaxes(1, 2).ravel()
     if arch == "glm4" and "mrope_section" in config["rope_parameters"] and is_query_or_key:
@@ -125,6 +148,38 @@ def _row_order(arch: str, config: Mapping[str, Any], name: str, rows: int) -> np
         if any(part in name for part in ("in_proj_z", "in_proj_a", "in_proj_b", "A_log", "dt_bias")):
             return _by_value_head(config, rows)
     return None
+
+
+def _divide(config: Mapping[str, Any], name: str, values: np.ndarray) -> dict[str, np.ndarray] | None:
+    """{name in a layer: values} of a weight that GGUF has as several tensors; None for another weight."""
+    if name.endswith("input_linear.weight"):
+        is_shared = "shared_mlp" in name
+        suffix = "_exps" if not is_shared else "_shexp" if config["num_local_experts"] else ""
+        gate, up = np.split(values, 2, axis=-2)
+        return {f"ffn_gate{suffix}": gate, f"ffn_up{suffix}": up}
+    if name.endswith("in_proj_qkvz.weight"):
+        parts = [part.reshape(-1, values.shape[1]) for part in np.split(_by_key_head(config, values), _ends(config), 1)]
+        return {"attn_qkv": np.concatenate(parts[:3]), "attn_gate": parts[3]}
+    return None
+
+
+def _unite(config: Mapping[str, Any], name: str, parts: list[np.ndarray]) -> np.ndarray:
+    """The opposite of _divide."""
+    if name.endswith("input_linear.weight"):
+        return np.concatenate(parts, axis=-2)
+    heads, keys = config["linear_num_key_heads"], config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    q, k, v = np.split(parts[0], [keys, 2 * keys])
+    return np.concatenate([part.reshape(heads, -1, part.shape[1]) for part in (q, k, v, parts[1])], axis=1)
+
+
+def _by_key_head(config: Mapping[str, Any], values: np.ndarray) -> np.ndarray:
+    return values.reshape(config["linear_num_key_heads"], -1, values.shape[1])
+
+
+def _ends(config: Mapping[str, Any]) -> list[int]:
+    """Where queries, keys and values of a key head end in in_proj_qkvz."""
+    key, group = config["linear_key_head_dim"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    return [key, 2 * key, 2 * key + group * config["linear_value_head_dim"]]
 
 
 def _by_value_head(config: Mapping[str, Any], count: int) -> np.ndarray:

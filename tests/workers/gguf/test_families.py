@@ -38,8 +38,8 @@ _EQUAL = {
     "gpt2": {"num_key_value_heads", "intermediate_size"},
     "hunyuan-alpha": {"rope_parameters"}, "glm4-sections": {"rope_parameters"},
     "glm4-moe-lite": {"model_type", "mlp_layer_types"},
-    "qwen35-moe": {"intermediate_size"}, "gemma4-large": {"vocab_size_per_layer_input"},
-    "gemma4-moe": {"vocab_size_per_layer_input"},
+    "qwen35-moe": {"intermediate_size"}, "qwen3-next": {"intermediate_size"},
+    "gemma4-large": {"vocab_size_per_layer_input"}, "gemma4-moe": {"vocab_size_per_layer_input"},
 }  # fmt: skip
 
 
@@ -202,6 +202,26 @@ def test_experts_of_gpt_oss(tmp_path: Path, kind: Type) -> None:
         assert checkpoint.is_quantised("model.layers.0.mlp.experts.gate_up_proj") is (kind is Type.MXFP4)
     assert_equal_weights(out, plain)
     assert greedy(out) == greedy(plain)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "granite-moe-shared", "granite-hybrid", "falcon-h1", "nemotron-h-moe"])
+def test_hybrids_and_joined_weights_of_mixed_types(tmp_path: Path, name: str) -> None:
+    """Weights of Mamba-2 and DeltaNet layers, and those that are several tensors of a file, have the file's values."""
+    path, plain = write_model(name, tmp_path, mixed)
+    out = convert(path)
+    assert_equal_weights(out, plain, 1e-6)
+    assert greedy(out) == greedy(plain)
+
+
+def test_parts_of_a_weight_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """Gates of experts with other sizes than the up projections."""
+    path, _ = write_model("granite-moe", tmp_path, Type.F32)
+    file = GgufFile.open(path)
+    name = "blk.1.ffn_up_exps.weight"
+    up = file.tensors[name]
+    narrow = replace(up, shape=(*up.shape[:2], up.shape[2] - 32))
+    with pytest.raises(InvalidModel, match=r"do not fit together: blk.1.ffn_gate_exps.weight .*; fetch it again"):
+        plan_weights(replace(file, tensors={**file.tensors, name: narrow}), family_of(file), "float32")
 
 
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q6_K], ids=lambda kind: kind.name)
