@@ -75,8 +75,8 @@ class GroupSet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._task_group: asyncio.TaskGroup | None = None
         self._removed: set[str] = set()  # names of removed groups; Ray's key-value store holds their start numbers
-        self._growing: set[str] = set()  # groups that `_add_groups` is adding; if one fails, the cluster does not fail
-        self._growths = 0  # number of commands that wanted more groups; each ends the removals that came before it
+        self._joining: set[str] = set()  # groups that `_add_groups` is adding; if one fails, the cluster does not fail
+        self._num_scale_ups = 0  # commands that wanted more groups; each ends the removals that came before it
         self._restart_lock = asyncio.Lock()  # held by a restart
         self._restarting: GroupSupervisor | None = None  # of the group whose ranks are drained and replaced
         self._drain_lock = asyncio.Lock()  # held while a restart begins, and by a removal from its drain to its end
@@ -92,7 +92,7 @@ class GroupSet:
     @property
     def failure(self) -> str:
         """Why the cluster will never serve; "" if it may."""
-        failed = (group for group in self.states if group.state == "failed" and group.name not in self._growing)
+        failed = (group for group in self.states if group.state == "failed" and group.name not in self._joining)
         return next((group.reason for group in failed), "")
 
     @property
@@ -187,11 +187,11 @@ class GroupSet:
     async def _begin_restart(self, group: str) -> GroupSupervisor:
         """Drain the group if another one serves. Returns the group's supervisor."""
         supervisor = self._require_supervisor(group)
-        if group in self._growing:
+        if group in self._joining:
             raise Unavailable(f"{group} is being added; wait until it serves")
         # A group that is being added does not count: it is removed if another new group does not start.
         serving = [state.name for state in self.states if state.state == "serving"]
-        others = [name for name in serving if name != group and name not in self._growing]
+        others = [name for name in serving if name != group and name not in self._joining]
         if not others:
             raise Unavailable(f"no group but {group} serves, and requests would be refused; wait, or add a group")
         await self._require_undrained(others)
@@ -228,13 +228,13 @@ class GroupSet:
             if before not in (None, self.size):
                 return
             if groups > self.size:
-                self._growths += 1
+                self._num_scale_ups += 1
                 self._give_up_removal()
                 if groups > len(self._supervisors):
                     await self._add_groups(groups)
-            growths = self._growths
+            num_scale_ups = self._num_scale_ups
         if groups < len(self._supervisors):
-            await self._remove_groups(groups, drain_seconds, before, growths)
+            await self._remove_groups(groups, drain_seconds, before, num_scale_ups)
 
     async def _add_groups(self, groups: int) -> None:
         """Add groups until there are `groups`. If one finds no room or does not serve, remove all that were added.
@@ -250,7 +250,7 @@ class GroupSet:
             ray_kv.write_number(ray_kv.GROUP_COUNT, groups)
             for name, strategy in zip(names, plan.strategies, strict=True):
                 await self._reserve(name, strategy, wait=True)
-            self._growing.update(names)
+            self._joining.update(names)
             added = [self._make_supervisor(name, has_served=False) for name in names]
             self._supervisors += added
             for supervisor in added:
@@ -266,17 +266,18 @@ class GroupSet:
             ray_kv.write_number(ray_kv.GROUP_COUNT, before)
             raise
         finally:
-            self._growing.difference_update(names)
+            self._joining.difference_update(names)
 
-    async def _remove_groups(self, groups: int, drain_seconds: float, before: int | None, growths: int) -> None:
+    async def _remove_groups(self, groups: int, drain_seconds: float, before: int | None, num_scale_ups: int) -> None:
         """Remove the last groups until there are `groups`. Requests that run after `drain_seconds` move to others.
-        Raises Unavailable if more groups are wanted meanwhile: then `_growths` is not `growths` any more."""
+        `num_scale_ups`: `_num_scale_ups` when the removal was chosen. Raises Unavailable if more groups are wanted
+        since."""
         async with self._drain_lock:
             async with self._size_lock:
                 leaving = self._supervisors[groups:]
                 if not leaving or before not in (None, self.size):
                     return
-                if growths != self._growths:
+                if num_scale_ups != self._num_scale_ups:
                     raise _given_up(leaving)
                 removal = self._removal = await self._begin_removal(leaving, drain_seconds)
             try:
