@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +34,6 @@ from coatcheck.workers.service.message_conversion import (
     write_output,
 )
 from coatcheck.workers.service.outbox import Outbox
-from coatcheck.workers.service.queued_tokens import QueuedTokens
 from coatcheck.workers.service.request_log import LoggedRequest, RequestLog
 
 _LAST_WRITE_SECONDS: Final = 1.0
@@ -56,6 +56,47 @@ class OpenRequest:
     choices: set[int]
 
 
+class QueuedTokens:
+    """The prompt tokens queued at the group, as known between two steps.
+
+    The engine counts its queue after each step, and a step with a long prompt takes tenths of a second. Submissions
+    that arrive meanwhile wait in the engine loop. They are added here, so that a submission can be returned to its
+    router at once and not only after the step. Submissions of all routers are numbered together from 1. Used in the
+    service's event loop only.
+    """
+
+    def __init__(self) -> None:
+        self._after_step = 0
+        self._unprocessed: deque[tuple[int, int]] = deque()  # (number, prompt tokens to compute)
+        self._unprocessed_tokens = 0
+        self._received = 0
+
+    @property
+    def total(self) -> int:
+        """Prompt tokens of waiting and running requests that are not computed yet."""
+        return self._after_step + self._unprocessed_tokens
+
+    def add_submission(self, tokens: int) -> None:
+        """Count the next submission. `tokens`: prompt tokens to compute; 0 if the submission was refused or
+        returned."""
+        self._received += 1
+        if tokens:
+            self._unprocessed.append((self._received, tokens))
+            self._unprocessed_tokens += tokens
+
+    def update(self, after_step: int, num_processed: int) -> None:
+        """Take the engine's count after a step, which includes the first `num_processed` submissions."""
+        self._after_step = after_step
+        while self._unprocessed and self._unprocessed[0][0] <= num_processed:
+            self._unprocessed_tokens -= self._unprocessed.popleft()[1]
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        numbers = [number for number, _ in self._unprocessed]
+        assert numbers == sorted(set(numbers)) and max(numbers, default=0) <= self._received, "order of submissions"
+        assert self._unprocessed_tokens == sum(tokens for _, tokens in self._unprocessed), "sum of tokens"
+
+
 class SessionTable:
     """The sessions of a group and their open requests.
 
@@ -64,7 +105,6 @@ class SessionTable:
     `close_request` pops a request atomically, so only the first caller gets the request and logs its outcome.
     `max_open`: limit on the open requests of all routers together.
     `num_processed`: submissions of all streams that the engine has processed; only the engine's thread uses the count.
-    `queued_tokens`: used in the service's event loop only.
     """
 
     def __init__(self, registration: wire.Registration, log: RequestLog, max_open: int) -> None:

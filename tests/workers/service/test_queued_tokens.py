@@ -5,7 +5,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.workers.service.queued_tokens import QueuedTokens
+from coatcheck.workers.service.router_session import QueuedTokens
 
 
 def test_submissions_count_until_a_step_has_them() -> None:
