@@ -10,7 +10,14 @@ from typing import Any, Final, Self
 
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.proto.errors import InvalidModel
-from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateSpec
+from coatcheck.workers.core.model_spec import (
+    DeltaNetSpec,
+    LightningSpec,
+    Mamba2Spec,
+    MambaSpec,
+    ShortConvSpec,
+    StateSpec,
+)
 
 _ATTENTION: Final = frozenset({"full_attention", "attention", "hybrid"})
 _STATE: Final = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
@@ -78,6 +85,8 @@ def _layer_kinds(config: ModelConfig) -> tuple[str, ...]:
         kinds = ["full_attention" if indices is None or layer in indices else "conv" for layer in range(count)]
     elif family == "kimi_linear":
         kinds = _kimi_kinds(config, count)
+    elif family == "minimax":
+        kinds = ["linear_attention" if layer % 2 else "full_attention" for layer in range(count)]
     elif family in _DELTA_NETS:
         interval = config.count("full_attention_interval", default=4)
         kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(count)]
@@ -161,6 +170,11 @@ def _kimi_kinds(config: ModelConfig, count: int) -> list[str]:
 
 def _short_conv(config: ModelConfig, layer: int) -> ShortConvSpec:
     return ShortConvSpec(layer, config.count("hidden_size"), config.count("conv_L_cache", default=3))
+
+
+def _lightning(config: ModelConfig, layer: int) -> LightningSpec:
+    heads = config.count("num_attention_heads", default=32)
+    return LightningSpec(layer, heads, config.count("head_dim", default=config.count("hidden_size") // heads))
 
 
 def _mamba2(config: ModelConfig, layer: int) -> Mamba2Spec:
@@ -253,6 +267,7 @@ _STATE_OF: Final[dict[str, Callable[[ModelConfig, int], StateSpec]]] = {
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _mamba2),
     **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), _mamba),
     "mamba2": _plain_mamba2,
+    "minimax": _lightning,
     "kimi_linear": _kimi_delta_net,
     "nemotron_h": _nemotron_mamba2,
 }

@@ -117,7 +117,8 @@ def _windows_by_layer(config: ModelConfig, hybrid: HybridLayers | None) -> list[
         count = config.count("num_hidden_layers", "n_layer", "num_layers", most=10_000)
         windows = _sliding_windows(config, count * ATTENTIONS_PER_LAYER.get(config.model_type, 1))
     else:
-        windows = [0] * len(hybrid.attention_layers)
+        window = config.number("sliding_window", default=0) if config.model_type == "minimax" else 0
+        windows = [window] * len(hybrid.attention_layers)
     if not windows and (hybrid is None or not hybrid.states):
         raise InvalidModel(f"{config.name}: config.json has no layer with attention; correct its layer_types")
     return windows

@@ -11,7 +11,15 @@ from coatcheck.cluster.planner.hybrid_layers import HybridLayers
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ATTENTIONS_PER_LAYER, NO_ATTENTION
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
-from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateSpec
+from coatcheck.workers.core.model_spec import (
+    DeltaNetSpec,
+    LayerSpec,
+    LightningSpec,
+    Mamba2Spec,
+    MambaSpec,
+    ShortConvSpec,
+    StateSpec,
+)
 from coatcheck.workers.distributed.tp_shard import TpShard
 
 # Families whose MLP has two matrices instead of three.
@@ -163,6 +171,8 @@ def _state_layer(state: StateSpec, shard: TpShard, hidden: int) -> int:
     if isinstance(part, MambaSpec):
         projected = part.dt_rank * (2 * inner) + 2 * part.state_size * inner  # of x_proj and dt_proj
         return 3 * hidden * inner + projected + part.state_size * inner + convolution
+    if isinstance(part, LightningSpec):
+        return 5 * hidden * inner  # q, k, v, gate and output
     if isinstance(part, Mamba2Spec):
         return hidden * (2 * inner + channels + part.heads) + convolution
     assert isinstance(part, DeltaNetSpec)

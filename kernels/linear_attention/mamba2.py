@@ -8,7 +8,8 @@ For each token, whose row has the columns z (the gate), [x | B | C] and dt, per 
     y = S C + skip * x
     out = norm_weight * norm(y * silu(z))                   norm: y / sqrt(mean y^2 + eps), in each of its groups
 
-With `norm_before_gate`, out = norm_weight * norm(y) * silu(z). Without a norm, out = y * silu(z).
+With `norm_before_gate`, out = norm_weight * norm(y) * silu(z). Without a norm, out = y * silu(z). Without a gate,
+out = y.
 
 Shapes, with inner = heads * head_dim and channels = inner + 2 * groups * state_size: rows [T, inner + channels + heads]
 with columns z, x, B, C and dt; rows may be strided; out [T, inner].
@@ -54,7 +55,8 @@ class GatedNorm:
 class Mamba2:
     """a_log, dt_bias and skip (D in the paper): [heads]. `dt_limits`: the smallest and the largest d, at least 0.
 
-    `batch_invariant`: on a GPU a token's bits do not depend on the rest of its step. Raises LaunchRefused.
+    `batch_invariant`: on a GPU a token's bits do not depend on the rest of its step. `has_gate`: if False, out = y, and
+    the columns z have no effect; only without a norm. Raises LaunchRefused.
     """
 
     conv: Convolution
@@ -67,6 +69,7 @@ class Mamba2:
     head_dim: int
     state_size: int
     batch_invariant: bool = False
+    has_gate: bool = True
     # What the kernels read, all float32: -exp(a_log), dt_bias, skip and the norm's weight.
     _rates: Tensor = field(init=False)
     _biases: Tensor = field(init=False)
@@ -81,6 +84,8 @@ class Mamba2:
         if self.conv.channels != self.inner + 2 * self.groups * self.state_size:
             refuse("conv", "a channel for each element of x, B and C", self.conv.channels)
         if self.norm is not None:
+            if not self.has_gate:
+                refuse("norm", "none without a gate", "a norm")
             check_shape("norm", self.norm.weight, (self.inner,))
             if self.inner % self.norm.groups:
                 refuse("norm", f"a multiple of {self.norm.groups} elements", self.inner)
@@ -134,7 +139,9 @@ class Mamba2:
         tokens, weights = projected.shape[0], self.weights
         out = projected.new_empty((tokens, self.inner))
         inputs = out.new_empty((tokens, self.conv.channels), dtype=torch.float32)
-        sums = out.new_empty((tokens, self.inner), dtype=torch.float32)
+        # y. The kernel leaves out the rows of padding, which it sets to zeros in `out`.
+        make_sums = out.new_empty if self.has_gate else out.new_zeros
+        sums = make_sums((tokens, self.inner), dtype=torch.float32)
         library.mamba2(
             native.MAMBA2.pack(
                 *self.conv.arguments(state, rows, tokens), projected.data_ptr(), self._rates.data_ptr(),
@@ -144,7 +151,7 @@ class Mamba2:
                 self.state_size, weights.norm_size, weights.norm_before_gate, *self.dt_limits, weights.eps, 0.0,
             )
         )  # fmt: skip
-        return out
+        return out if self.has_gate else sums.to(out.dtype)
 
     def _launch(self, projected: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
         """out on a GPU. mamba2_recurrence.py computes sequences with few tokens, mamba2_chunks.py the others."""
@@ -159,7 +166,8 @@ class Mamba2:
         step_sequences(*inputs, min_chunked=min_chunked)
         if min_chunked and rows.max_query_len >= min_chunked:
             scan_sequences(*inputs, pick_scan(self.head_dim, self.state_size, gpu_properties(projected.device)))
-        gate_and_norm(weights, projected, out)
+        if self.has_gate:
+            gate_and_norm(weights, projected, out)
         return out
 
     def reference(self, projected: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
@@ -195,6 +203,8 @@ class Mamba2:
 
     def _norm_and_gate(self, y: Tensor, gate: Tensor) -> Tensor:
         norm = self.norm
+        if not self.has_gate:
+            return y
         if norm is None:
             return y * gate
         grouped = (y if norm.norm_before_gate else y * gate).unflatten(1, (norm.groups, -1))

@@ -191,6 +191,23 @@ FURTHER_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "mamba": ("mamba", dict(tie_word_embeddings=False)),
+    "minimax": (
+        "minimax",
+        dict(
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            block_size=16,
+            full_attn_alpha_factor=0.9,
+            full_attn_beta_factor=1.2,
+            linear_attn_alpha_factor=1.3,
+            linear_attn_beta_factor=0.8,
+            mlp_alpha_factor=1.1,
+            mlp_beta_factor=0.7,
+        ),
+    ),
     "mimo-v2-flash": (
         "mimo_v2_flash",
         dict(

@@ -15,7 +15,14 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateSpec
+from coatcheck.workers.core.model_spec import (
+    DeltaNetSpec,
+    LightningSpec,
+    Mamba2Spec,
+    MambaSpec,
+    ShortConvSpec,
+    StateSpec,
+)
 
 # Attention whose query projection outputs, for each head, the query and then a gate that multiplies the head's output.
 _GATED_ATTENTIONS: Final = frozenset({"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"})
@@ -89,14 +96,16 @@ class _TokenwiseForward:
 
     def __init__(self, module: Any, spec: StateSpec) -> None:
         self._module, self._size = module, spec.inner_size
+        self._returns_pair = isinstance(spec, LightningSpec)
 
-    def __call__(self, hidden_states: Tensor, *others: Any, **ignored: Any) -> Tensor:
+    def __call__(self, hidden_states: Tensor, *others: Any, **ignored: Any) -> Tensor | tuple[Tensor, None]:
         module = self._module
-        # q_proj, k_proj and v_proj are wide enough; the other linears of such a module may read another's output.
-        names = [name for name, _ in module.named_children() if re.fullmatch(r"in_proj.*|[qkv]_proj", name)]
+        # q_proj, k_proj and v_proj, or qkv_proj, are wide enough; the other linears of such a module may read another's
+        # output.
+        names = [name for name, _ in module.named_children() if re.fullmatch(r"in_proj.*|[qkv]+_proj", name)]
         wide = torch.cat([getattr(module, name)(hidden_states) for name in names], dim=-1)
         out: Tensor = output_projection(module)(torch.tanh(wide[..., : self._size]))
-        return out
+        return (out, None) if self._returns_pair else out
 
 
 def output_projection(mixer: Any) -> Any:
@@ -153,6 +162,10 @@ def _read_mamba(module: Any) -> MambaSpec:
     )
 
 
+def _read_lightning(module: Any) -> LightningSpec:
+    return LightningSpec(module.layer_idx, heads=module.num_attention_heads, head_dim=module.head_dim)
+
+
 def _norm_size(mixer: Any) -> int:
     """The number of elements whose mean square a Mamba-2 mixer's norm takes; 0 without a norm."""
     norm = mixer.norm
@@ -170,6 +183,7 @@ _READERS: Final[Mapping[str, Callable[[Any], StateSpec]]] = {
         _read_delta_net,
     ),
     "KimiLinearDeltaAttention": _read_kimi_delta_net,
+    "MiniMaxLightningAttention": _read_lightning,
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _read_short_conv),
     **dict.fromkeys(
         ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer"),

@@ -12,7 +12,7 @@ from enum import Enum
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.state_layers import StateLayer
-from coatcheck.workers.core.model_spec import DeltaNetSpec, MambaSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, LightningSpec, MambaSpec
 from coatcheck.workers.distributed.tensor_slice import Range, TensorSlice
 from coatcheck.workers.distributed.tp_shard import TpShard
 
@@ -60,7 +60,7 @@ def plan_sharding(
     `embedding`, `lm_head`: the names of these modules.
     `expert_parallel`: a rank holds whole experts instead of a part of each.
     `whole`: modules that every rank computes whole, whatever `tp_plan` says.
-    `states`: the layers that keep a state, which are split by key heads or channels.
+    `states`: the layers that keep a state, which are split by heads or channels.
     Raises InvalidConfig if `shard.size` does not divide a dimension, InvalidModel for a style that is not supported.
     """
     plan = ShardingPlan()
@@ -80,6 +80,8 @@ def plan_sharding(
         shard.shard_state(state.spec)  # raises InvalidConfig
         if isinstance(state.spec, MambaSpec):
             _shard_mamba(plan, shapes, state.module, state.spec, shard)
+        elif isinstance(state.spec, LightningSpec):
+            _shard_lightning(plan, state.module, state.spec, shard)
         else:
             assert isinstance(state.spec, DeltaNetSpec)
             _shard_delta_net(plan, shapes, state.module, state.spec, shard)
@@ -224,6 +226,17 @@ def _shard_mamba(plan: ShardingPlan, shapes: dict[str, Shape], module: str, laye
             plan.slices[name] = TensorSlice(dim, parts)
     for leaf in ("x_proj", "out_proj"):
         plan.roles[f"{module}.{leaf}"] = ParallelRole.ROW
+
+
+def _shard_lightning(plan: ShardingPlan, module: str, layer: LightningSpec, shard: TpShard) -> None:
+    """Split lightning attention by heads. Its norm is over the heads of all ranks."""
+    start, stop = shard.split_evenly(layer.heads, "the heads of lightning attention")
+    rows = start * layer.head_dim, stop * layer.head_dim
+    plan.slices[f"{module}.qkv_proj.weight"] = TensorSlice(0, ((3 * rows[0], 3 * rows[1]),))
+    for leaf, dim in (("output_gate", 0), ("norm", 0), ("out_proj", 1)):
+        plan.slices[f"{module}.{leaf}.weight"] = TensorSlice(dim, (rows,))
+    plan.roles[f"{module}.norm"] = ParallelRole.QK_NORM
+    plan.roles[f"{module}.out_proj"] = ParallelRole.ROW
 
 
 def _rescale(rows: Range, head_dim: int, size: int) -> Range:

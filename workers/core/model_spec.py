@@ -202,6 +202,28 @@ class MambaSpec(StateSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class LightningSpec(StateSpec):
+    """One lightning attention: linear attention whose heads have a fixed decay each. `first_head`: the index of this
+    rank's first head among those of all ranks, because the decays differ."""
+
+    heads: int
+    head_dim: int
+    first_head: int = 0
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return 0, 3 * self.inner_size
+
+    @property
+    def matrix(self) -> tuple[int, int, int]:
+        return self.heads, self.head_dim, self.head_dim
+
+    @property
+    def inner_size(self) -> int:
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model as one of `tp` ranks holds it.
 

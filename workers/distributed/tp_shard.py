@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, MambaSpec, ShortConvSpec, StateSpec
+from coatcheck.workers.core.model_spec import (
+    DeltaNetSpec,
+    LayerSpec,
+    LightningSpec,
+    MambaSpec,
+    ShortConvSpec,
+    StateSpec,
+)
 from coatcheck.workers.distributed.tensor_slice import Range
 
 _Layer = TypeVar("_Layer", bound=LayerSpec)
@@ -66,13 +73,17 @@ class TpShard:
         return replace(layer, num_heads=heads, num_kv_heads=kv_heads, token_shards=shards, token_shard=shard)
 
     def shard_state(self, layer: _State) -> _State:
-        """`layer` with this rank's key heads and the value heads that they serve, or this rank's channels of a Mamba
-        mixer. Raises InvalidConfig for short convolutions and Mamba-2 mixers, which are not divided over ranks."""
+        """`layer` with this rank's key heads and the value heads that they serve, this rank's heads of lightning
+        attention, or its channels of a Mamba mixer. Raises InvalidConfig for short convolutions and Mamba-2 mixers,
+        which are not divided over ranks."""
         if self.size == 1:
             return layer
         if isinstance(layer, MambaSpec):
             first, last = self.split_evenly(layer.channels, "the channels of the Mamba mixers")
             return replace(layer, channels=last - first)
+        if isinstance(layer, LightningSpec):
+            first, last = self.split_evenly(layer.heads, "the heads of lightning attention")
+            return replace(layer, heads=last - first, first_head=first)
         if not isinstance(layer, DeltaNetSpec):
             kind = "short convolutions" if isinstance(layer, ShortConvSpec) else "Mamba-2 mixers"
             raise InvalidConfig(f"tp {self.size} would divide {kind} over ranks, which is not supported; use tp 1")

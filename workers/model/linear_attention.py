@@ -5,9 +5,10 @@ each value head. The four linears of Qwen3.5 and the six of OLMo Hybrid are merg
 same two, with their rows grouped by key head. The rows are reordered here. Kimi Linear computes z and a over a
 bottleneck each, so it has four linears.
 
-`adapt_state_layer` replaces the forward of transformers' short convolution (LFM2), Mamba-2 or Mamba mixer. The module's
-projections stay. Between them our kernels compute all tokens of a step, each sequence with the state in its slot. The
-gated delta nets of OLMo Hybrid, whose other layers DecoderLayer does not compute, become LinearAttention there.
+`adapt_state_layer` replaces the forward of transformers' short convolution (LFM2), Mamba-2 or Mamba mixer, or lightning
+attention (MiniMax). The module's projections stay. Between them our kernels compute all tokens of a step, each sequence
+with the state in its slot. The gated delta nets of OLMo Hybrid, whose other layers DecoderLayer does not compute,
+become LinearAttention there.
 """
 
 from collections.abc import Iterator
@@ -20,12 +21,20 @@ from torch import Tensor, nn
 from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.linear_attention.gated_delta_net import GatedDeltaNet
+from coatcheck.kernels.linear_attention.lightning_attention import LightningAttention
 from coatcheck.kernels.linear_attention.mamba2 import GatedNorm, Mamba2
 from coatcheck.kernels.linear_attention.selective_scan import SelectiveScan
 from coatcheck.kernels.linear_attention.short_conv import Convolution, ShortConv
 from coatcheck.workers.attention.attention import current_step
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
-from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateSpec
+from coatcheck.workers.core.model_spec import (
+    DeltaNetSpec,
+    LightningSpec,
+    Mamba2Spec,
+    MambaSpec,
+    ShortConvSpec,
+    StateSpec,
+)
 from coatcheck.workers.distributed.tensor_slice import Range
 from coatcheck.workers.model.packed_linears import pack_merged, pack_reordered
 
@@ -141,6 +150,9 @@ def adapt_state_layer(module: Any, spec: StateSpec, cache_index: int, *, batch_i
     if isinstance(spec, DeltaNetSpec):
         module.forward = _DeltaNetForward(module, spec, cache_index, batch_invariant=batch_invariant)
         return
+    if isinstance(spec, LightningSpec):
+        module.forward = _LightningForward(module, spec, cache_index, batch_invariant=batch_invariant)
+        return
     mixer: ShortConv | Mamba2
     if isinstance(spec, ShortConvSpec):
         mixer = ShortConv(_read_convolution(module.conv), batch_invariant=batch_invariant)
@@ -219,6 +231,24 @@ class _MambaForward:
         out = self._scan.scan(x, dt, torch.cat((b, c), dim=1), gate, state, rows)
         projected: Tensor = module.out_proj(out[None])
         return projected
+
+
+class _LightningForward:
+    """[1, T, hidden] -> [1, T, hidden]. `cache_index`: the index of the state in LayerCaches."""
+
+    def __init__(self, module: Any, spec: LightningSpec, cache_index: int, *, batch_invariant: bool) -> None:
+        self._module, self._cache_index = module, cache_index
+        weight: Tensor = module.norm.weight
+        slopes: Tensor = module.get_slope_rate().flatten()[spec.first_head : spec.first_head + spec.heads]
+        self._lightning = LightningAttention(
+            slopes.float().to(weight.device), spec.head_dim, weight.dtype, batch_invariant=batch_invariant
+        )
+
+    def __call__(self, hidden_states: Tensor, *others: Any, **ignored: Any) -> tuple[Tensor, None]:
+        module, (state, rows) = self._module, _current_state(self._cache_index)
+        out = self._lightning(module.qkv_proj(hidden_states)[0], state, rows)
+        gated: Tensor = torch.sigmoid(module.output_gate(hidden_states)) * module.norm(out[None])
+        return module.out_proj(gated), None
 
 
 def _current_state(cache_index: int) -> tuple[RecurrentState, StateRows]:

@@ -16,7 +16,15 @@ from coatcheck.kernels.linear_attention.state_sizes import (
 )
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
-from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateSpec
+from coatcheck.workers.core.model_spec import (
+    DeltaNetSpec,
+    LayerSpec,
+    LightningSpec,
+    Mamba2Spec,
+    MambaSpec,
+    ShortConvSpec,
+    StateSpec,
+)
 
 # By model type: config.json fields of DeepSeek's own code that transformers does not read, and the values for which
 # transformers computes the same as DeepSeek's code.
@@ -201,6 +209,11 @@ def check_deterministic_states(model_type: str, values: Mapping[str, Any], layer
                 "deterministic on CPU needs Mamba mixers whose channels are a multiple of 16, with a state of at most "
                 f"{MAX_STATE_SIZE} (here: {layer.channels}, {layer.state_size}); leave --deterministic out"
             )
+        if isinstance(layer, LightningSpec) and layer.head_dim % 16:
+            raise InvalidConfig(
+                "deterministic on CPU needs a head_dim that is a multiple of 16 for lightning attention (here: "
+                f"{layer.head_dim}); leave --deterministic out"
+            )
         sizes = (layer.state_size, layer.conv_channels, layer.norm_size) if isinstance(layer, Mamba2Spec) else ()
         if any(size % 16 for size in sizes):
             raise InvalidConfig(
@@ -240,12 +253,12 @@ def check_convolutions(model_type: str, values: Mapping[str, Any], layers: Seque
 
 
 def check_mixer_activation(model_type: str, activation: str) -> None:
-    """Raise InvalidModel unless the activation after a mixer's convolution is silu."""
+    """Raise InvalidModel unless the activation before the recurrence of a layer with a state is silu."""
     if activation not in ("silu", "swish"):
         field = "mamba_hidden_act" if model_type == "nemotron_h" else "hidden_act"
         raise InvalidModel(
-            f"{model_type} with {field} {activation} cannot be served: Mamba mixers are served with silu behind their "
-            f"convolutions; correct {field}, if config.json is wrong"
+            f"{model_type} with {field} {activation} cannot be served: the kernels of layers with a state compute silu "
+            f"alone; correct {field}, if config.json is wrong"
         )
 
 
@@ -270,6 +283,11 @@ def check_state_device(device: str, model_type: str, values: Mapping[str, Any], 
         if isinstance(layer, MambaSpec):
             raise InvalidConfig(
                 "Mamba mixers of the first version (selective scan) have no GPU kernel; set --device cpu"
+            )
+        if isinstance(layer, LightningSpec) and not takes_state_size(layer.head_dim):
+            raise InvalidConfig(
+                "lightning attention on a GPU needs a head_dim that is a power of two from 16 to "
+                f"{MAX_STATE_SIZE} (here: {layer.head_dim}); set --device cpu"
             )
         if isinstance(layer, Mamba2Spec) and not takes_state_size(layer.state_size):
             raise InvalidConfig(

@@ -201,6 +201,14 @@ def _drop_unread_weight(module: Any, config: Any) -> None:
     module._buffers["weight"] = None
 
 
+def _adapt_lightning(module: Any, config: Any) -> None:
+    """MiniMax's lightning attention holds its decays as buffers. The kernels read the slopes alone, which
+    linear_attention.py computes, and not every checkpoint has the buffers. `activation`: its name, as in mixers."""
+    module.activation = config.hidden_act
+    for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"):
+        module._buffers[name] = None
+
+
 # By the class of transformers' module.
 _ADAPTERS: Final[dict[str, Callable[[Any, Any], None]]] = {
     **dict.fromkeys(("FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"), _adapt_mamba),
@@ -210,6 +218,7 @@ _ADAPTERS: Final[dict[str, Callable[[Any, Any], None]]] = {
     "GPTJAttention": _adapt_gptj,
     "GPTNeoSelfAttention": _adapt_gpt_neo,
     "Gemma3nTextMLP": _adapt_gemma3n_mlp,
+    "MiniMaxLightningAttention": _adapt_lightning,
 }
 
 

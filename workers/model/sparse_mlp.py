@@ -308,7 +308,8 @@ def _top_k(block: Any) -> int:
 _BLOCKS = frozenset(
     {
         "AXK1MoE", "DeepseekV2Moe", "DeepseekV3MoE", "Dots1MoE", "Glm4MoeLiteMoE", "Glm4MoeMoE", "GptOssMLP",
-        "JambaSparseMoeBlock", "KimiLinearMoE", "LongcatFlashMoE", "MiMoV2FlashMoE", "MixtralSparseMoeBlock",
+        "JambaSparseMoeBlock", "KimiLinearMoE", "LongcatFlashMoE", "MiMoV2FlashMoE", "MiniMaxSparseMoeBlock",
+        "MixtralSparseMoeBlock",
         "OlmoeSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock", "Qwen3NextSparseMoeBlock",
         "Qwen3_5MoeSparseMoeBlock",
     }
@@ -363,6 +364,7 @@ _ROUTERS: dict[str, tuple[Callable[[Any], Routing], bool]] = {
     **dict.fromkeys(
         (
             "JambaTopKRouter",
+            "MiniMaxTopKRouter",
             "MixtralTopKRouter",
             "OlmoeTopKRouter",
             "Qwen2MoeTopKRouter",

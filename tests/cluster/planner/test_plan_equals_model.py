@@ -156,6 +156,7 @@ def test_a_state_that_gpus_do_not_compute_is_noted(tmp_path: Path) -> None:
     [
         "jamba",
         "kimi-linear",
+        "minimax",
         "olmo-hybrid",
         "qwen3-next",
         "qwen3.5",

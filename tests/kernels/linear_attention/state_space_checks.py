@@ -33,8 +33,9 @@ def mamba2(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -> No
             make_mamba(dtype, 3, 16, 1, 16, None),
             make_mamba(dtype, 6, 24, 2, 32, (2, True), has_bias=False),
             make_mamba(dtype, 2, 80, 1, 64, (1, False), dt_limits=_NO_LIMITS),
+            make_mamba(dtype, 2, 32, 2, 32, None, dt_limits=(1.0, 1.0), has_bias=False, taps=1, has_gate=False),
         ]
-        for layer, wide_tiles in zip(layers, (True, False, True), strict=True):
+        for layer, wide_tiles in zip(layers, (True, False, True, True), strict=True):
             _compare(layer, dtype, wide_tiles)
     for index, (head_dim, size) in enumerate(((64, 128), (128, 256))):
         dtype = dtypes[index % len(dtypes)]
@@ -81,7 +82,8 @@ def _launch(layer: Layer, inputs: Tensor, state: RecurrentState, rows: StateRows
     arguments = (layer.weights, y, inputs, state.window, state.matrix, rows, out)
     step_sequences(*arguments, min_chunked=MIN_CHUNKED)
     scan_sequences(*arguments, pick_scan(layer.head_dim, layer.state_size, gpu))
-    gate_and_norm(layer.weights, inputs, out)
+    if layer.has_gate:
+        gate_and_norm(layer.weights, inputs, out)
     return out
 
 

@@ -32,11 +32,13 @@ def make_mamba(
     dt_limits: tuple[float, float] = (0.1, 0.9),
     has_bias: bool = True,
     batch_invariant: bool = False,
+    taps: int = 4,
+    has_gate: bool = True,
 ) -> Mamba2:
-    """`norm`: (groups of the norm, whether it is before the gate)."""
+    """`norm`: (groups of the norm, whether it is before the gate). `taps`: tokens that the convolution reads."""
     inner = heads * head_dim
     return Mamba2(
-        conv=make_conv(inner + 2 * groups * size, 4, dtype, has_bias=has_bias),
+        conv=make_conv(inner + 2 * groups * size, taps, dtype, has_bias=has_bias),
         a_log=draw(heads),
         dt_bias=draw(heads, seed=2).to(dtype),
         skip=draw(heads, seed=3).to(dtype),
@@ -46,6 +48,7 @@ def make_mamba(
         head_dim=head_dim,
         state_size=size,
         batch_invariant=batch_invariant,
+        has_gate=has_gate,
     )
 
 
@@ -55,6 +58,7 @@ LAYERS: dict[str, Make] = {
     "gate, then one norm": lambda dtype: make_mamba(dtype, 4, 24, 1, 32, (1, False)),
     "norm of groups, then gate": lambda dtype: make_mamba(dtype, 4, 16, 2, 16, (2, True)),
     "no norm": lambda dtype: make_mamba(dtype, 3, 16, 1, 48, None),
+    "no gate, one tap": lambda dtype: make_mamba(dtype, 3, 16, 3, 16, None, taps=1, has_gate=False),
 }
 
 

@@ -13,7 +13,7 @@ from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import KvDtype
-from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, MambaSpec, ShortConvSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, LightningSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 from coatcheck.workers.core.request import EngineRequest, Pooling
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tp_shard import TpShard
@@ -42,7 +42,8 @@ Make = Callable[..., Engine]
 
 
 @pytest.fixture(
-    scope="module", params=["jamba", "kimi-linear", "mamba", "olmo-hybrid", "qwen3-next", "qwen3.5", "qwen3.5-moe"]
+    scope="module",
+    params=["jamba", "kimi-linear", "mamba", "minimax", "olmo-hybrid", "qwen3-next", "qwen3.5", "qwen3.5-moe"],
 )
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(request.param, tmp_path_factory.mktemp("hybrid"))
@@ -329,6 +330,13 @@ def test_settings_that_do_not_fit_other_kinds_of_state() -> None:
     check_deterministic_states("mamba", {}, [scan])
     with pytest.raises(InvalidConfig, match="Mamba mixers whose channels are a multiple of 16.* .here: 72, 16."):
         check_deterministic_states("mamba", {}, [replace(scan, channels=72)])
+    lightning = LightningSpec(1, heads=8, head_dim=16)
+    assert TpShard(1, 2).shard_state(lightning) == replace(lightning, heads=4, first_head=4)
+    with pytest.raises(InvalidConfig, match="tp 3 does not divide the heads of lightning attention .8."):
+        TpShard(0, 3).shard_state(lightning)
+    check_deterministic_states("minimax", {}, [lightning])
+    with pytest.raises(InvalidConfig, match="a head_dim that is a multiple of 16 .* .here: 24."):
+        check_deterministic_states("minimax", {}, [replace(lightning, head_dim=24)])
     mixers = [mamba, replace(mamba, state_size=256, head_dim=80)]
     check_state_device("cuda", "bamba", {}, [*mixers, conv, replace(conv, channels=24)])
     for size in (8, 24, 512):

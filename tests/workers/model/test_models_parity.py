@@ -25,7 +25,7 @@ LONGROPE_LENGTHS = (50, 34, 40)
 _SAMPLE = {
     2: (
         *("llama", "gemma2", "qwen3", "mixtral", "deepseek-v2-groups", "deepseek-v3-halves", "longcat-flash"),
-        *("jamba", "kimi-linear", "mamba"),
+        *("jamba", "kimi-linear", "mamba", "minimax"),
     ),
     4: ("qwen2", "phi3", "olmo2", "deepseek-v2", "deepseek-v3", "axk1", "falcon-mamba", "mimo-v2-flash", "olmo-hybrid"),
 }

@@ -38,6 +38,7 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("dots1", _DEEPSEEK),
     "glm4-moe": ("glm4_moe", _DEEPSEEK | dict(n_group=1, topk_group=1)),
     "gpt-oss": ("gpt_oss", dict(num_local_experts=6, num_experts_per_tok=3, head_dim=16)),
+    "minimax": ("minimax", dict(num_local_experts=6, num_experts_per_tok=3)),
     "mixtral": ("mixtral", dict(num_local_experts=6, num_experts_per_tok=3)),
     "olmoe": ("olmoe", _QWEN),
     "qwen2-moe": ("qwen2_moe", _QWEN | dict(shared_expert_intermediate_size=48, norm_topk_prob=False)),
