@@ -353,11 +353,8 @@ class Scheduler:
         sequence.block_table = [*table, *new_blocks]
         sequence.num_computed = sequence.num_scheduled = prefix.num_tokens
         sequence.num_registered = prefix.num_tokens // self._block_size
+        self._queue_restores(sequence, prefix.blocks)
         missing = None if prefix.is_forked else len(prefix.blocks)
-        if None in prefix.blocks:
-            self._queue_restores(sequence, prefix.blocks)
-        elif missing is not None:
-            self.kv_cache.count_rejected_restore(sequence, missing)
         self.kv_cache.record_cached_tokens(sequence, prefix.num_tokens, missing)
         sequence.slot = self._free_slots.pop()
         self.kv_cache.plan_state_restore(sequence, len(prefix.blocks), plan)
@@ -391,6 +388,8 @@ class Scheduler:
     def _queue_restores(self, sequence: Sequence, prefix_blocks: list[int | None]) -> None:
         """Queue the restores of the blocks that only the host tier holds. Until all are done, only the tokens before
         the first such block count as computed."""
+        if None not in prefix_blocks:
+            return
         sequence.num_registered = prefix_blocks.index(None)
         sequence.num_computed = sequence.num_registered * self._block_size
         for index, block in enumerate(prefix_blocks):

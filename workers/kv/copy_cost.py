@@ -1,8 +1,9 @@
-"""CopyCost: compares the measured time to copy a block between the tiers with the time to compute it again.
+"""CopyCost and CopyTrials: which copies between the tiers are made.
 
-It decides whether to restore or recompute a prefix, whether to demote or drop an evicted block, which sequence is the
-cheapest to preempt, and how many blocks a step copies. A copy that has not been measured (0) counts as free, so that
-the first copies are made and measured.
+CopyCost compares the measured time to copy a block between the tiers with the time to compute it again. It decides
+whether to restore or recompute a prefix, whether to demote or drop an evicted block, which sequence is the cheapest to
+preempt, and how many blocks a step copies. A copy that has not been measured (0) counts as free, so that the first
+copies are made and measured.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ _SHARE_BESIDE_DECODES: Final = 0.15
 # The seconds of copies in a step without decodes. A longer step would delay a request that arrives meanwhile.
 _MAX_SECONDS_ALONE: Final = 0.02
 _UNMEASURED_BLOCKS_PER_STEP: Final = 8
+_TRIAL_EVERY: Final = 31
 
 
 @dataclass(slots=True)
@@ -65,3 +67,23 @@ class CopyCost:
             return _UNMEASURED_BLOCKS_PER_STEP
         seconds = self.step * _SHARE_BESIDE_DECODES if with_decodes and self.step else _MAX_SECONDS_ALONE
         return max(1, int(seconds / block))
+
+
+class CopyTrials:
+    """Counts the copies in one direction that cost too much. Every 31st in a row is a trial: it is made nonetheless.
+    Otherwise no copy would be measured again, and a cost that was measured in a bad moment would never change."""
+
+    def __init__(self) -> None:
+        self._num_rejected = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next copy that costs too much is made."""
+        return self._num_rejected >= _TRIAL_EVERY - 1
+
+    def count_rejected(self) -> None:
+        self._num_rejected += 1
+
+    def count_copy(self) -> None:
+        """Begin a new row: a copy is made, and measured."""
+        self._num_rejected = 0

@@ -22,16 +22,13 @@ from coatcheck.workers.core.step_output import KvEvent
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.kv.block_pool import BlockPool
 from coatcheck.workers.kv.cache_snapshot import CacheSnapshot
-from coatcheck.workers.kv.copy_cost import CopyCost
+from coatcheck.workers.kv.copy_cost import CopyCost, CopyTrials
 from coatcheck.workers.kv.eviction import Evictor
 from coatcheck.workers.kv.eviction_policy import CandidateHeap, create_policy
 from coatcheck.workers.kv.host_pool import HostPool
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry, choose_max_ghosts
 from coatcheck.workers.kv.state_snapshots import StateSnapshots
 
-# The 31st copy in a row that is found too costly is made nonetheless. Otherwise no copy would be measured again, and a
-# cost that was measured in a bad moment would never change.
-_TRIAL_EVERY: Final = 31
 # A save is two kernels for each layer with a state, so many sequences that end a block together would make one step
 # long. A sequence that is left out tries again at the end of its next block.
 _MAX_ROLLING_SAVES_PER_STEP: Final = 4
@@ -68,9 +65,7 @@ class KVCacheManager:
         self._queued: deque[_Restore] = deque()
         # In the order of the ranks' reports; an int is a demotion's host block.
         self._in_progress: list[int | _Restore] = []
-        # Copies that cost too much, since the last copy in that direction.
-        self._rejected_demotions = 0
-        self._rejected_restores = 0
+        self._demotion_trials, self._restore_trials = CopyTrials(), CopyTrials()
         self._corrupt_at: dict[Sequence, int] = {}  # index of the first corrupt block of a restoring sequence
 
     @property
@@ -102,8 +97,7 @@ class KVCacheManager:
         if num_on_host and not self.copy_cost.is_restore_faster(
             num_on_host, num_queued=len(self._queued), with_decodes=with_decodes
         ):
-            is_trial = self._rejected_restores + 1 >= _TRIAL_EVERY
-            return found[: found.index(None) + int(is_trial)]  # a trial restores one block
+            return found[: found.index(None) + int(self._restore_trials.is_due)]  # a trial restores one block
         return found
 
     def is_prefix_pending(self, sequence: Sequence, *, with_decodes: bool) -> bool:
@@ -147,19 +141,22 @@ class KVCacheManager:
         """At admission, record in `sequence` how many prompt tokens were cached, and why block `missing` was not.
 
         `num_cached`: tokens that need not be computed. `missing`: the index of the first block that was not found; None
-        if the cache was not searched. No effect at a later admission, unless a restore found a corrupt block since.
+        if the cache was not searched. A restore of `missing` counts as rejected: earlier searches for the same sequence
+        do not count. A later admission changes nothing else, unless a restore found a corrupt block since.
         """
+        num_cacheable = 0 if sequence.computes_whole_prompt else self.count_cacheable_blocks(sequence)
+        missing_hash = sequence.block_hashes[missing] if missing is not None and missing < num_cacheable else b""
+        if missing_hash in self.host and not sequence.num_restoring:
+            self._restore_trials.count_rejected()
         if sequence.cached_device_tokens >= 0:
             return
-        num_full = min(sequence.prompt_len // self.block_size, self.count_cacheable_blocks(sequence))
-        if missing is not None and missing < num_full and not sequence.computes_whole_prompt:
-            block_hash = sequence.block_hashes[missing]
-            if block_hash in self.host:
+        if missing is not None and missing_hash and missing < sequence.prompt_len // self.block_size:
+            if missing_hash in self.host:
                 sequence.miss = PrefixMiss(missing, MissReason.RECOMPUTED)
-            elif self.states is not None and self.pool.get_cached_block(block_hash) is not None:
+            elif self.states is not None and self.pool.get_cached_block(missing_hash) is not None:
                 sequence.miss = PrefixMiss(missing, MissReason.NO_SNAPSHOT)
             else:
-                sequence.miss = self.registry.explain_miss(block_hash, missing)
+                sequence.miss = self.registry.explain_miss(missing_hash, missing)
         cached = min(num_cached, sequence.prompt_len)
         sequence.cached_host_tokens += sequence.num_restoring * self.block_size
         sequence.cached_host_tokens = min(sequence.cached_host_tokens, cached)
@@ -247,15 +244,7 @@ class KVCacheManager:
         host_block = self.host.begin_restore(sequence.block_hashes[index])
         self._queued.append(_Restore(sequence, index, host_block, sequence.block_table[index]))
         sequence.num_restoring += 1
-        self._rejected_restores = 0
-
-    def count_rejected_restore(self, sequence: Sequence, index: int) -> None:
-        """Count a restore as rejected if the host tier has block `index` of an admitted sequence, the first block that
-        `find_cached_blocks` did not return. Only an admission counts: the same blocks are searched in many steps before
-        it."""
-        is_searched = not sequence.computes_whole_prompt and index < self.count_cacheable_blocks(sequence)
-        if is_searched and sequence.block_hashes[index] in self.host:
-            self._rejected_restores += 1
+        self._restore_trials.count_copy()
 
     def demote_evicted_block(self, block: int, plan: StepPlan) -> None:
         """Demote the evicted prefix block whose KV is still in `block`, if copying pays. Call this before the plan
@@ -266,12 +255,11 @@ class KVCacheManager:
         if prefix.block_hash in self.host:
             self.host.requeue_block(prefix.block_hash)
             return
-        if not self.copy_cost.is_demotion_worthwhile and self._rejected_demotions + 1 < _TRIAL_EVERY:
-            self._rejected_demotions += 1
-            return
-        if (host_block := self.host.begin_demotion(prefix)) is not None:
+        if not (self.copy_cost.is_demotion_worthwhile or self._demotion_trials.is_due):
+            self._demotion_trials.count_rejected()
+        elif (host_block := self.host.begin_demotion(prefix)) is not None:
+            self._demotion_trials.count_copy()
             plan.demotes.append((block, host_block))
-            self._rejected_demotions = 0
 
     def plan_copies(self, plan: StepPlan, *, with_decodes: bool) -> None:
         """Add as many queued restores, and then demotions, as the step has time for; at least one copy if there is one.
