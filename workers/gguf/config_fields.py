@@ -34,6 +34,28 @@ def llama(file: GgufFile) -> Fields:
     )
 
 
+def mistral(file: GgufFile) -> Fields:
+    return llama(file) | dict(sliding_window=None)
+
+
+def ministral3(file: GgufFile) -> Fields:
+    """Queries grow with the logarithm of their position, as in Llama 4."""
+    fields = llama(file)
+    scale = float(file.number("rope.scaling.yarn_log_multiplier"))
+    fields["rope_parameters"] |= dict(
+        mscale=scale, mscale_all_dim=scale, llama_4_scaling_beta=float(file.number("attention.temperature_scale"))
+    )
+    return fields
+
+
+def arcee(file: GgufFile) -> Fields:
+    return gated_fields(file) | dict(
+        head_dim=rotated_head_width(file),
+        attention_bias=has_tensor(file, "blk.0.attn_q.bias"),
+        mlp_bias=has_tensor(file, "blk.0.ffn_up.bias"),
+    )
+
+
 def granite(file: GgufFile) -> Fields:
     return (
         gated_fields(file)
@@ -84,6 +106,16 @@ def phi2(file: GgufFile) -> Fields:
             "llama.cpp has converted"
         )
     fields = size_fields(file) | dict(layer_norm_eps=file.number("attention.layer_norm_epsilon"), hidden_act="gelu_new")
+    fields["rope_parameters"]["partial_rotary_factor"] = rotary_share(file)
+    return fields
+
+
+def gpt_neox(file: GgufFile) -> Fields:
+    fields = size_fields(file) | dict(
+        layer_norm_eps=file.number("attention.layer_norm_epsilon"),
+        use_parallel_residual=file.find("use_parallel_residual") is not False,
+        attention_bias=has_tensor(file, "blk.0.attn_qkv.bias"),
+    )
     fields["rope_parameters"]["partial_rotary_factor"] = rotary_share(file)
     return fields
 

@@ -162,6 +162,14 @@ def glm4_moe(file: GgufFile) -> Fields:
     return fields
 
 
+def dots1(file: GgufFile) -> Fields:
+    return gated_fields(file) | _routed_experts(file) | dict(
+        head_dim=rotated_head_width(file),
+        attention_bias=has_tensor(file, "blk.0.attn_q.bias"),
+        sliding_window=None,
+    )  # fmt: skip
+
+
 def _routed_experts(file: GgufFile) -> Fields:
     """The fields of routed and shared experts, as DeepSeek and GLM name them."""
     if file.count("expert_count", 0) == 0:

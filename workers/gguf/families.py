@@ -196,6 +196,11 @@ _FALCONS: Final = {
         (True, {"blk.{}.attn_norm_2": "transformer.h.{}.ln_attn", "blk.{}.attn_norm": "transformer.h.{}.ln_mlp"}),
     )
 }
+# By whether queries are scaled by their position.
+_MISTRAL3S: Final = {
+    False: GgufFamily("mistral", fields.mistral, names.LLAMA, orders=row_orders.LLAMA_ORDERS),
+    True: GgufFamily("ministral3", fields.ministral3, names.LLAMA, orders=row_orders.LLAMA_ORDERS),
+}
 # By whether the router has a bias on its scores.
 _DEEPSEEKS: Final = {
     False: GgufFamily("deepseek_v2", expert_fields.deepseek_v2, names.DEEPSEEK, **_LATENT),
@@ -227,6 +232,8 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
     "falcon-h1": GgufFamily("falcon_h1", state_fields.falcon_h1, names.FALCON_H1, **_MAMBA2),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
+    "mistral3": _MISTRAL3S[True],
+    "arcee": GgufFamily("arcee", fields.arcee, names.ARCEE, orders=row_orders.LLAMA_ORDERS),
     "smollm3": GgufFamily("smollm3", fields.smollm3, names.LLAMA, orders=row_orders.LLAMA_ORDERS),
     "qwen2": GgufFamily("qwen2", fields.qwen, names.LLAMA),
     "qwen3": GgufFamily("qwen3", fields.qwen3, names.QWEN3),
@@ -265,6 +272,7 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
         plain=frozenset(("token_embd", "position_embd", "attn_qkv", "attn_output", "ffn_up", "ffn_down")),
         transposed=frozenset(("attn_qkv", "attn_output", "ffn_up", "ffn_down")),
     ),
+    "gptneox": GgufFamily("gpt_neox", fields.gpt_neox, names.GPT_NEOX, orders=row_orders.GPT_NEOX_ORDERS),
     "falcon": _FALCONS[False],
     "minimax-m2": GgufFamily("minimax_m2", expert_fields.minimax_m2, names.MINIMAX_M2),
     "gpt-oss": GgufFamily("gpt_oss", expert_fields.gpt_oss, names.GPT_OSS),
@@ -289,6 +297,13 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
         },
     ),
     "deepseek2": _DEEPSEEKS[True],
+    "dots1": GgufFamily(
+        "dots1",
+        expert_fields.dots1,
+        names.DOTS1,
+        kinds=expert_fields.dense_layers_first,
+        kind_tensors=_DENSE_OR_EXPERTS,
+    ),
     "glm4": GgufFamily("glm4", fields.glm4, names.GLM4, orders=row_orders.GLM4_ORDERS),
     "glm4moe": GgufFamily(
         "glm4_moe",
@@ -320,6 +335,8 @@ def family_of(file: GgufFile) -> GgufFamily:
     """Raises InvalidModel for an architecture that is not served from GGUF."""
     if file.architecture == "llama" and file.count("expert_count", 0) > 0:
         return _MIXTURE_OF_LLAMA
+    if file.architecture == "mistral3":
+        return _MISTRAL3S[file.find("attention.temperature_scale") is not None]
     if file.architecture == "qwen3next":
         return _QWEN3_NEXTS["blk.0.ssm_in.weight" in file.tensors]
     if file.architecture == "granitemoe":

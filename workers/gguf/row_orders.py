@@ -108,6 +108,14 @@ def _qkvz_by_key_head(file: GgufFile, rows: int) -> Array:
     return np.concatenate([part.reshape(heads, -1) for part in parts], axis=1).ravel()
 
 
+def _qkv_by_head(file: GgufFile, rows: int) -> Array:
+    """GGUF has the queries of all heads, then the keys, then the values. transformers has all three of the first head,
+    then those of the second."""
+    heads = file.count("attention.head_count")
+    _check_division(file, rows, 3 * heads)
+    return np.arange(rows).reshape(3, heads, -1).swapaxes(0, 1).ravel()
+
+
 def _check_division(file: GgufFile, count: int, parts: int) -> None:
     if parts < 1 or count < 1 or count % parts:
         raise InvalidModel(f"{file.path}: heads of attention do not divide {count} by {parts}; fetch it again")
@@ -118,6 +126,7 @@ LLAMA_ORDERS: Final = {
     "attn_k": _rotary_pairs("attention.head_count_kv"),
 }
 GLM4_ORDERS: Final = {"attn_q": _glm_pairs, "attn_k": _glm_pairs}
+GPT_NEOX_ORDERS: Final = {"attn_qkv": _qkv_by_head}
 FALCON_ORDERS: Final = {"attn_qkv": _falcon_groups}
 DELTA_NET_ORDERS: Final = {
     "attn_qkv": _values_behind_keys,

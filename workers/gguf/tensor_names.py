@@ -123,6 +123,17 @@ FALCON: Final = {
     "blk.{}.ffn_up": "transformer.h.{}.mlp.dense_h_to_4h",
     "blk.{}.ffn_down": "transformer.h.{}.mlp.dense_4h_to_h",
 }
+GPT_NEOX: Final = {
+    "token_embd": "gpt_neox.embed_in",
+    "output_norm": "gpt_neox.final_layer_norm",
+    "output": "embed_out",
+    "blk.{}.attn_norm": "gpt_neox.layers.{}.input_layernorm",
+    "blk.{}.attn_qkv": "gpt_neox.layers.{}.attention.query_key_value",
+    "blk.{}.attn_output": "gpt_neox.layers.{}.attention.dense",
+    "blk.{}.ffn_norm": "gpt_neox.layers.{}.post_attention_layernorm",
+    "blk.{}.ffn_up": "gpt_neox.layers.{}.mlp.dense_h_to_4h",
+    "blk.{}.ffn_down": "gpt_neox.layers.{}.mlp.dense_4h_to_h",
+}
 
 _ROUTED_EXPERTS: Final = _EXPERTS | _layer(
     ffn_gate_shexp="mlp.shared_experts.gate_proj",
@@ -209,6 +220,8 @@ MINIMAX_M2: Final = (
     | _HEAD_NORMS
     | {"blk.{}.exp_probs_b.bias": "model.layers.{}.block_sparse_moe.e_score_correction_bias"}
 )
+ARCEE: Final = _ENDS | _ATTENTION | _PLAIN_MLP
+DOTS1: Final = QWEN3 | _ROUTED_EXPERTS
 GLM4_MOE: Final = QWEN3 | _POST_ATTENTION_NORM | _ROUTED_EXPERTS
 DEEPSEEK: Final = _ENDS | _LATENT_ATTENTION | _GATED | _ROUTED_EXPERTS
 COHERE: Final = QWEN3

@@ -80,6 +80,10 @@ def add_fields(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) ->
         _add_mamba2(writer, config)
     if arch == "granitehybrid":
         writer.add_rope_scaling_finetuned(False)
+    if arch == "gptneox":
+        writer.add_parallel_residual(config["use_parallel_residual"])
+    if "llama_4_scaling_beta" in rope:
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if "mrope_section" in rope:
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     if rope.get("rope_type") == "yarn":
@@ -87,7 +91,7 @@ def add_fields(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) ->
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         if "mscale_all_dim" in rope:
-            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+            writer.add_rope_scaling_yarn_log_mul((1.0 if arch == "mistral3" else 0.1) * rope["mscale_all_dim"])
             writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
             writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     if rope.get("rope_type") == "llama3":
@@ -136,7 +140,7 @@ def _add_experts(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any], 
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_group_count(config["n_group"])
-    if arch not in ("deepseek2", "glm4moe"):
+    if arch not in ("deepseek2", "glm4moe", "dots1"):
         return
     writer.add_leading_dense_block_count(config["first_k_dense_replace"])
     writer.add_expert_shared_count(config["n_shared_experts"])
@@ -158,7 +162,7 @@ def layer_count(config: Mapping[str, Any]) -> int:
 
 def _add_mamba2(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     def field(*names: str) -> int:
-        return next(config[name] for name in names if name in config)
+        return int(next(config[name] for name in names if name in config))
 
     heads = field("mamba_n_heads", "mamba_num_heads")
     writer.add_ssm_conv_kernel(field("mamba_d_conv", "conv_kernel"))

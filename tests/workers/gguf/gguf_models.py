@@ -96,6 +96,24 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         ),
     ),
     "qwen3-next": ("qwen3next", "qwen3_next", _QWEN3_NEXT),
+    "mistral3": ("mistral3", "mistral", dict(head_dim=64, sliding_window=None)),
+    "ministral3": (
+        "mistral3", "ministral3",
+        dict(
+            head_dim=64,
+            rope_parameters=_YARN | dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
+        ),
+    ),
+    "arcee": ("arcee", "arcee", dict(head_dim=64, mlp_bias=True)),
+    "gptneox": ("gptneox", "gpt_neox", dict(num_key_value_heads=8, rope_parameters=_SHARE)),
+    "gptneox-sequential": (
+        "gptneox", "gpt_neox",
+        dict(num_key_value_heads=8, use_parallel_residual=False, attention_bias=False, rope_parameters=_SHARE),
+    ),
+    "dots1": (
+        "dots1", "dots1",
+        _ROUTED | dict(head_dim=64, attention_bias=True, norm_topk_prob=True, routed_scaling_factor=2.5),
+    ),
     "smollm3": ("smollm3", "smollm3", dict(num_hidden_layers=5)),
     "qwen2": ("qwen2", "qwen2", dict(tie_word_embeddings=True)),
     "qwen3": ("qwen3", "qwen3", dict(head_dim=64)),

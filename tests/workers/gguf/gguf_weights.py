@@ -129,7 +129,10 @@ def _row_order(arch: str, config: Mapping[str, Any], name: str, rows: int) -> np
     """Which row of the checkpoint each row in GGUF is."""
     by_row = np.arange(rows)
     is_query_or_key = "q_proj" in name or "k_proj" in name
-    permuted = ("llama", "granite", "smollm3", "olmo", "granitemoe", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+    permuted = (
+        "llama", "mistral3", "arcee", "granite", "smollm3", "olmo", "granitemoe", "granitehybrid", "nemotron_h",
+        "nemotron_h_moe",
+    )  # fmt: skip
     if arch in permuted and is_query_or_key:
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         return by_row.reshape(heads, 2, -1).swapaxes(1, 2).ravel()
@@ -137,6 +140,8 @@ def _row_order(arch: str, config: Mapping[str, Any], name: str, rows: int) -> np
         by_head = by_row.reshape(-1, config["head_dim"])
         half = config["head_dim"] // 2
         return np.concatenate([by_head[:, :half:2], by_head[:, 1:half:2], by_head[:, half:]], axis=1).ravel()
+    if arch == "gptneox" and "query_key_value" in name:
+        return by_row.reshape(config["num_attention_heads"], 3, -1).swapaxes(0, 1).ravel()
     if arch == "falcon" and "query_key_value" in name:
         groups = config["num_kv_heads"]
         by_group = by_row.reshape(groups, config["num_attention_heads"] // groups + 2, -1)

@@ -38,7 +38,7 @@ _EQUAL = {
     "gpt2": {"num_key_value_heads", "intermediate_size"},
     "hunyuan-alpha": {"rope_parameters"}, "glm4-sections": {"rope_parameters"},
     "glm4-moe-lite": {"model_type", "mlp_layer_types"},
-    "qwen35-moe": {"intermediate_size"}, "qwen3-next": {"intermediate_size"},
+    "qwen35-moe": {"intermediate_size"}, "qwen3-next": {"intermediate_size"}, "dots1": {"sliding_window"},
     "gemma4-large": {"vocab_size_per_layer_input"}, "gemma4-moe": {"vocab_size_per_layer_input"},
 }  # fmt: skip
 
