@@ -11,22 +11,13 @@ INLINE Floats activation(Floats x, int gelu) {
     return x * reciprocal_of(1.0f + exp_of(larger_of((Floats){} - 87.0f, exponent)));
 }
 
-/* log(1 + u) for u of 0 to 2^60: the logarithm of the rounded sum, plus what rounding took from it. The polynomial is
- * that of the Cephes library for a mantissa between sqrt(1/2) and sqrt(2). */
+/* log(1 + u) for u of 0 to 2^60: the logarithm of the rounded sum, plus what rounding took from it. */
 INLINE Floats log1p_of(Floats u) {
     const Floats sum = 1.0f + u, lost = u - (sum - 1.0f);
     const Ints above = (Ints)sum - 0x3F3504F3; /* the bits of sqrt(1/2) */
     const Ints exponent = above >> 23;
     const Floats x = (Floats)((Ints)sum - (exponent << 23)) - 1.0f, e = __builtin_convertvector(exponent, Floats);
-    Floats y = x * 7.0376836292e-2f - 1.1514610310e-1f;
-    y = y * x + 1.1676998740e-1f;
-    y = y * x - 1.2420140846e-1f;
-    y = y * x + 1.4249322787e-1f;
-    y = y * x - 1.6668057665e-1f;
-    y = y * x + 2.0000714765e-1f;
-    y = y * x - 2.4999993993e-1f;
-    y = y * x + 3.3333331174e-1f;
-    y = y * x * x * x - 2.12194440e-4f * e - 0.5f * x * x;
+    const Floats y = LOG_POLYNOMIAL(x) * x * x * x - 2.12194440e-4f * e - 0.5f * x * x;
     return x + y + 0.693359375f * e + lost / sum;
 }
 

@@ -99,20 +99,18 @@ INLINE float exp_(float x) {
     return t <= -126.0f ? 0.0f : t >= 128.0f ? INFINITY : y;
 }
 
+/* (log(1 + x) - x + x^2 / 2) / x^3 for x from sqrt(1/2) - 1 to sqrt(2) - 1: the polynomial of the Cephes library.
+ * `x`: a variable, a float or a vector of floats. */
+#define LOG_POLYNOMIAL(x)                                                                                \
+    ((((((((x * 7.0376836292e-2f - 1.1514610310e-1f) * x + 1.1676998740e-1f) * x - 1.2420140846e-1f) * x \
+         + 1.4249322787e-1f) * x - 1.6668057665e-1f) * x + 2.0000714765e-1f) * x - 2.4999993993e-1f) * x \
+     + 3.3333331174e-1f)
+
 /* log(x) for positive normal x. */
 INLINE float log_(float x) {
     uint32_t bits = to_bits(x) - 0x3F3504F3; /* sqrt(1/2) */
     float exponent = (float)((int32_t)bits >> 23);
     float f = from_bits((bits & 0x7FFFFF) + 0x3F3504F3) - 1.0f, z = f * f;
-    float y = 7.0376836292e-2f;
-    y = y * f - 1.1514610310e-1f;
-    y = y * f + 1.1676998740e-1f;
-    y = y * f - 1.2420140846e-1f;
-    y = y * f + 1.4249322787e-1f;
-    y = y * f - 1.6668057665e-1f;
-    y = y * f + 2.0000714765e-1f;
-    y = y * f - 2.4999993993e-1f;
-    y = y * f + 3.3333331174e-1f;
-    y = y * f * z + exponent * -2.12194440e-4f;
+    float y = LOG_POLYNOMIAL(f) * f * z + exponent * -2.12194440e-4f;
     return f + (y - 0.5f * z) + exponent * 0.693359375f;
 }
