@@ -4,6 +4,7 @@ Metadata lacks some fields of the original config.json. Such a field gets the va
 family have. Imports no torch.
 """
 
+from statistics import NormalDist
 from typing import Final
 
 from coatcheck.proto.errors import InvalidModel
@@ -138,8 +139,11 @@ def phi3(file: GgufFile) -> Fields:
     return fields
 
 
-def gemma(file: GgufFile) -> Fields:
-    return gated_fields(file) | dict(head_dim=rotated_head_width(file), hidden_activation="gelu_pytorch_tanh")
+def gemma(file: GgufFile, *, inner: int | None = None) -> Fields:
+    """`inner`: as of gated_fields."""
+    return gated_fields(file, inner=inner) | dict(
+        head_dim=rotated_head_width(file), hidden_activation="gelu_pytorch_tanh"
+    )
 
 
 def gemma2(file: GgufFile) -> Fields:
@@ -162,6 +166,34 @@ def gemma3(file: GgufFile) -> Fields:
     )
     fields["rope_parameters"] = {"full_attention": rope_fields(file, 1000000.0), "sliding_attention": local}
     return fields
+
+
+def gemma3n(file: GgufFile) -> Fields:
+    """Metadata has the quantile of the normal distribution for each share of activations that are zeroed."""
+    scales = file.find("activation_sparsity_scale")
+    if not isinstance(scales, list) or len(scales) != file.num_layers:
+        raise InvalidModel(f"{file.path} has no gemma3n.activation_sparsity_scale for each layer; fetch it again")
+    fields = gemma(file, inner=_by_layer(file, "feed_forward_length")[0]) | dict(
+        sliding_window=file.count("attention.sliding_window", 512),
+        layer_types=["sliding_attention" if local else "full_attention" for local in _is_local(file)],
+        final_logit_softcapping=file.number("final_logit_softcapping", 30.0),
+        num_kv_shared_layers=file.count("attention.shared_kv_layers", 0),
+        hidden_size_per_layer_input=file.count("embedding_length_per_layer_input"),
+        vocab_size_per_layer_input=file.tensor("per_layer_token_embd.weight").shape[0],
+        laurel_rank=file.tensor("blk.0.laurel_l.weight").shape[0],
+        altup_num_inputs=file.count("altup.num_inputs"),
+        altup_active_idx=file.count("altup.active_idx"),
+        activation_sparsity_pattern=[round(NormalDist().cdf(scale), 4) for scale in scales],
+    )
+    local = dict(rope_type="default", rope_theta=file.number("rope.freq_base_swa", 10000.0))
+    fields["rope_parameters"] = {"full_attention": rope_fields(file, 1000000.0), "sliding_attention": local}
+    return fields
+
+
+def gemma3n_kinds(file: GgufFile) -> list[str]:
+    """For each layer: "own", or "shared" if it reads the keys and values of an earlier layer."""
+    last = file.num_layers - file.count("attention.shared_kv_layers", 0)
+    return ["own" if layer < last else "shared" for layer in range(file.num_layers)]
 
 
 def _query_scalar(file: GgufFile) -> int:

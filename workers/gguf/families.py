@@ -250,6 +250,28 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
     "gemma": GgufFamily("gemma", fields.gemma, names.LLAMA, changes=_NORMS_WITH_ONE),
     "gemma2": GgufFamily("gemma2", fields.gemma2, names.GEMMA2, changes=_NORMS_WITH_ONE),
     "gemma3": GgufFamily("gemma3_text", fields.gemma3, names.GEMMA3, changes=_NORMS_WITH_ONE),
+    "gemma3n": GgufFamily(
+        "gemma3n_text",
+        fields.gemma3n,
+        names.GEMMA3N,
+        plain=frozenset(
+            (
+                "token_embd",
+                "per_layer_token_embd",
+                "per_layer_model_proj",
+                "altup_proj",
+                "altup_unembd_proj",
+                "altup_correct_coef",
+                "altup_predict_coef",
+                "altup_router",
+            )
+        ),
+        kinds=fields.gemma3n_kinds,
+        kind_tensors={
+            "own": LayerTensors(_weights("attn_k", "attn_v", "attn_k_norm")),
+            "shared": LayerTensors(frozenset(), unused=_weights("attn_k", "attn_v", "attn_k_norm")),
+        },
+    ),
     "gemma4": GgufFamily(
         "gemma4_text",
         fields.gemma4,

@@ -230,15 +230,31 @@ ERNIE_MOE: Final = LLAMA | _ERNIE_EXPERTS
 HUNYUAN: Final = LLAMA | _HUNYUAN_HEAD_NORMS
 HUNYUAN_MOE: Final = HUNYUAN | _HUNYUAN_EXPERTS
 SEED_OSS: Final = LLAMA | _POST_ATTENTION_NORM
+_PER_LAYER_INPUTS: Final = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    **_layer(inp_gate="per_layer_input_gate", proj="per_layer_projection", post_norm="post_per_layer_input_norm"),
+}
+GEMMA3N: Final = (
+    GEMMA3
+    | _PER_LAYER_INPUTS
+    | {"altup_proj": "model.altup_projections.{}", "altup_unembd_proj": "model.altup_unembed_projections.{}"}
+    | {"blk.{}.altup_correct_scale.weight": "model.layers.{}.altup.correct_output_scale"}
+    | _layer(
+        altup_correct_coef="altup.correction_coefs",
+        altup_predict_coef="altup.prediction_coefs",
+        altup_router="altup.modality_router",
+        altup_router_norm="altup.router_norm",
+        laurel_l="laurel.linear_left",
+        laurel_r="laurel.linear_right",
+        laurel_post_norm="laurel.post_laurel_norm",
+    )
+)
 GEMMA4: Final = (
     GEMMA3
-    | {"per_layer_token_embd": "model.embed_tokens_per_layer"}
-    | {"per_layer_model_proj": "model.per_layer_model_projection"}
-    | {"per_layer_proj_norm": "model.per_layer_projection_norm"}
+    | _PER_LAYER_INPUTS
     | _layer(
-        inp_gate="per_layer_input_gate",
-        proj="per_layer_projection",
-        post_norm="post_per_layer_input_norm",
         ffn_gate_inp="router.proj",
         pre_ffw_norm_2="pre_feedforward_layernorm_2",
         post_ffw_norm_1="post_feedforward_layernorm_1",

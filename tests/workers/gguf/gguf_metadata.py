@@ -1,6 +1,8 @@
 """add_fields(): the metadata of a model as llama.cpp's converter writes it, from the fields of its config.json."""
 
+import math
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Any
 
 import gguf
@@ -84,6 +86,8 @@ def add_fields(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) ->
         writer.add_parallel_residual(config["use_parallel_residual"])
     if "llama_4_scaling_beta" in rope:
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if arch == "gemma3n":
+        _add_gemma3n_fields(writer, config)
     if "mrope_section" in rope:
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     if rope.get("rope_type") == "yarn":
@@ -184,6 +188,17 @@ def _add_delta_net(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]
         writer.add_array(f"{arch}.attention.recurrent_layers", is_recurrent)
     else:
         writer.add_rope_dimension_sections([11, 11, 10, 0])
+
+
+def _add_gemma3n_fields(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    quantiles = [NormalDist().inv_cdf(share) if share else -math.inf for share in config["activation_sparsity_pattern"]]
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_activation_sparsity_scale(quantiles)
 
 
 def _add_gemma4_fields(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:

@@ -130,6 +130,15 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": (
         "gemma3", "gemma3_text", dict(head_dim=32, sliding_window=16, query_pre_attn_scalar=32, num_hidden_layers=7),
     ),
+    "gemma3n": (
+        "gemma3n", "gemma3n_text",
+        dict(
+            num_hidden_layers=5, head_dim=32, sliding_window=16, num_kv_shared_layers=2, laurel_rank=32,
+            hidden_size_per_layer_input=32, activation_sparsity_pattern=[0.95, 0.0, 0.95, 0.0, 0.0],
+            layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention",
+                         "full_attention"],
+        ),
+    ),
     "gemma4": ("gemma4", "gemma4_text", _GEMMA4 | dict(num_kv_shared_layers=2, use_double_wide_mlp=True)),
     "gemma4-large": (
         "gemma4", "gemma4_text",

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from tests.workers.gguf.gguf_metadata import layer_count
 
+# Parts of names behind which there is an index. GGUF has one tensor for all indices.
+_STACKED = ("experts", "altup_projections", "altup_unembed_projections")
+
 
 class StoreTensor(Protocol):
     def __call__(self, name: str, values: np.ndarray, seed: int, *, is_plain: bool = False) -> np.ndarray:
@@ -43,8 +46,9 @@ def write_weights(
         if arch == "gpt-oss" and "experts" in parts:
             held[name] = _store_gpt_oss(store, name, values, seed)
             continue
-        if "experts" in parts and arch != "gemma4":  # stacked below
-            place = parts.index("experts") + 1
+        stacked_by = next((part for part in _STACKED if part in parts), None)
+        if stacked_by is not None and arch != "gemma4":  # stacked below
+            place = parts.index(stacked_by) + 1
             index = int(parts.pop(place))
             experts.setdefault(".".join(parts), {})[index] = name
             continue
@@ -66,10 +70,12 @@ def write_weights(
         assert found is not None, name
         if arch == "granitehybrid" and not config["num_local_experts"]:
             found = found.replace("ffn_down_shexp", "ffn_down")
-        found += ".weight" if found.endswith(("attn_sinks", "layer_output_scale", "_exps")) else ""
+        found += (
+            ".weight" if found.endswith(("attn_sinks", "layer_output_scale", "altup_correct_scale", "_exps")) else ""
+        )
         change = _change_of(arch, config, name, values)
         changed = values if change is None else change.forth(values)
-        plain = (".conv.", "conv1d", "ffn_gate_inp", "_norm.")
+        plain = (".conv.", "conv1d", "ffn_gate_inp", "_norm.", ".altup_")
         is_plain = changed.ndim == 1 or any(part in (name if "conv" in part else found) for part in plain)
         is_plain = is_plain or found.endswith((".ssm_a", ".ssm_d"))
         back = store(found, np.ascontiguousarray(changed), seed, is_plain=is_plain)

@@ -224,6 +224,14 @@ def test_parts_of_a_weight_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         plan_weights(replace(file, tensors={**file.tensors, name: narrow}), family_of(file), "float32")
 
 
+def test_a_sparsity_for_fewer_layers_is_refused(tmp_path: Path) -> None:
+    """Of Gemma 3n, whose metadata has one for each layer."""
+    file = GgufFile.open(write_model("gemma3n", tmp_path, Type.F32)[0])
+    metadata = {**file.metadata, "gemma3n.activation_sparsity_scale": [1.6]}
+    with pytest.raises(InvalidModel, match=r"no gemma3n.activation_sparsity_scale for each layer; fetch it again"):
+        family_of(file).config(replace(file, metadata=metadata))
+
+
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q6_K], ids=lambda kind: kind.name)
 def test_tokens_are_those_of_transformers_own_reading(tmp_path: Path, kind: Type) -> None:
     """transformers dequantises the same file. Its from_pretrained needs the package accelerate for that."""
