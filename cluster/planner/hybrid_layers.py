@@ -30,7 +30,8 @@ _LETTERS: Final = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "
 
 @dataclass(frozen=True, slots=True)
 class HybridLayers:
-    """`kinds`: the type of each layer. `has_mlp_layers`: an MLP is a layer of its own (nemotron_h), or there is none.
+    """`kinds`: the type of each layer. `has_mlp_layers`: an MLP is a layer of its own (nemotron_h), part of a shared
+    block (zamba2), or there is none.
     `states`: those layers that keep a state."""
 
     kinds: tuple[str, ...]
@@ -44,7 +45,7 @@ class HybridLayers:
             return None
         kinds = _layer_kinds(config)
         states = tuple(read(config, layer) for layer, kind in enumerate(kinds) if kind in _STATE)
-        return cls(kinds, config.model_type in {"nemotron_h", *WITHOUT_ATTENTION}, states)
+        return cls(kinds, config.model_type in {"nemotron_h", "zamba2", *WITHOUT_ATTENTION}, states)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -251,6 +252,22 @@ def _plain_mamba2(config: ModelConfig, layer: int) -> Mamba2Spec:
     )
 
 
+def _zamba2(config: ModelConfig, layer: int) -> Mamba2Spec:
+    _check_dt_limits(config)
+    heads = config.count("n_mamba_heads", default=8)
+    inner = config.count("mamba_expand", default=2) * config.count("hidden_size", default=2560)
+    groups = _head_groups(config, heads, config.count("mamba_ngroups", default=1))
+    return Mamba2Spec(
+        layer=layer,
+        heads=heads,
+        head_dim=inner // heads,
+        groups=groups,
+        state_size=config.count("mamba_d_state", default=64),
+        conv_size=config.count("mamba_d_conv", default=4),
+        norm_size=inner // groups,
+    )
+
+
 def _head_groups(config: ModelConfig, heads: int, groups: int) -> int:
     """Return `groups`. Raise InvalidModel unless they divide the heads."""
     if heads % groups:
@@ -270,4 +287,5 @@ _STATE_OF: Final[dict[str, Callable[[ModelConfig, int], StateSpec]]] = {
     "minimax": _lightning,
     "kimi_linear": _kimi_delta_net,
     "nemotron_h": _nemotron_mamba2,
+    "zamba2": _zamba2,
 }

@@ -159,6 +159,8 @@ def _head_dim(config: ModelConfig, heads: int) -> int:
     if config.values.get("head_dim") is not None or config.model_type == "nemotron_h":
         return config.count("head_dim", default=128)
     hidden = config.count("hidden_size", "n_embd", "d_model")
+    if config.model_type == "zamba2":  # its attention reads two rows of that size side by side
+        hidden *= 2
     if hidden % heads:
         raise InvalidModel(
             f"{config.name}: config.json has no head_dim, and {heads} heads do not divide hidden_size {hidden}; add it"

@@ -36,7 +36,7 @@ _TIED: Final = frozenset(
         "ernie4_5_moe", "falcon", "falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text",
         "gemma4_text", "gemma4_unified_text", "gpt2", "gpt_bigcode", "gpt_neo", "granite_swa", "jetmoe", "lfm2",
         "lfm2_moe", "mamba", "minicpm3", "modernbert-decoder", "mpt", "opt", "smollm3", "starcoder2",
-        "vaultgemma", "youtu",
+        "vaultgemma", "youtu", "zamba2",
     }
 )  # fmt: skip
 # Families whose first layers have a dense MLP, if config.json does not say.
@@ -127,6 +127,8 @@ def _layer_weights(
     hybrid = HybridLayers.of(config)
     attending = range(len(layers)) if hybrid is None else hybrid.attention_layers
     by_layer, attentions = {state.layer: state for state in states}, iter(layers)
+    if config.model_type == "zamba2":
+        dense, attending = _shared_blocks(config, layers, hidden), ()
     for index in range(len(layers) if hybrid is None else len(hybrid.kinds)):
         dense += _beside_attention(config, hidden)
         if index in by_layer:
@@ -160,6 +162,20 @@ def _attention(config: ModelConfig, layer: LayerSpec, shard: TpShard, hidden: in
     nope, q_rank = layer.head_dim - rope, config.number("q_lora_rank", default=0)
     queries = hidden * q_rank + q_rank * heads * layer.head_dim if q_rank else hidden * heads * layer.head_dim
     return queries + hidden * (rank + rope) + rank * heads * (nope + layer.value_dim) + heads * layer.value_dim * hidden
+
+
+def _shared_blocks(config: ModelConfig, layers: Sequence[LayerSpec], hidden: int) -> int:
+    """The weights of zamba2's blocks of attention and MLP, which several layers share, and what each layer that uses
+    one has for itself: low-rank adapters and a linear."""
+    if not layers:
+        return 0
+    inner, rank = config.count("intermediate_size", default=4 * hidden), config.count("adapter_rank", default=128)
+    heads, kv_heads, dim = layers[0].num_heads, layers[0].num_kv_heads, layers[0].head_dim
+    block = 2 * hidden * dim * (heads + 2 * kv_heads) + heads * dim * hidden + 3 * hidden * inner
+    use = hidden * hidden + rank * (hidden + 2 * inner)
+    if config.values.get("use_shared_attention_adapter"):
+        use += 3 * rank * 4 * hidden
+    return min(config.count("num_mem_blocks", default=1), len(layers)) * block + len(layers) * use
 
 
 def _state_layer(state: StateSpec, shard: TpShard, hidden: int) -> int:

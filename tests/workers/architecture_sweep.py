@@ -101,6 +101,11 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "ministral": dict(head_dim=16),
     "qwen2_moe": dict(shared_expert_intermediate_size=32),
     "youtu": _LATENT | dict(num_key_value_heads=4),
+    # Narrow, because the rounding of a random model of this type grows fast from token to token.
+    "zamba2": dict(
+        hidden_size=32, layers_block_type=["linear_attention", "hybrid"] * (LAYERS // 2), n_mamba_heads=4,
+        num_key_value_heads=4, adapter_rank=4, time_step_min=1e-9, time_step_floor=1e-2,
+    ),
     "zaya": dict(head_dim=16, num_experts_per_tok=1),
 }  # fmt: skip
 

@@ -274,6 +274,28 @@ ONE_RANK: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba2",
         dict(num_heads=8, head_dim=16, n_groups=2, state_size=32, chunk_size=16, use_bias=True),
     ),
+    "zamba2": (
+        "zamba2",
+        dict(
+            # Small, because the rounding of a random model of this type grows fast from token to token.
+            hidden_size=32,
+            intermediate_size=48,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            num_hidden_layers=6,
+            layers_block_type=["mamba", "hybrid", "hybrid", "mamba", "hybrid", "mamba"],
+            num_mem_blocks=2,  # the first and the third hybrid layer share a block
+            use_shared_attention_adapter=True,
+            use_mem_rope=True,
+            adapter_rank=16,
+            n_mamba_heads=4,
+            mamba_ngroups=2,
+            mamba_d_state=32,
+            chunk_size=16,
+            time_step_min=1e-9,  # transformers takes this as the least dt of prompts
+            time_step_floor=1e-2,
+        ),
+    ),
     "nemotron-h": (
         "nemotron_h",
         dict(

@@ -55,15 +55,16 @@ def find_mlp_layers(model: nn.Module) -> set[int]:
 def correct_dt_limits(model: nn.Module) -> None:
     """Set the limits of dt of all Mamba-2 mixers of transformers' `model` to config.json's `time_step_limit`.
 
-    null means 0 to infinity; transformers' code fails on null. In nemotron_h transformers limits dt to at least
-    `time_step_min`. But `time_step_min` only describes how training initialised dt_bias. The published models' own code
-    limits dt by `time_step_limit`, which is 0 to infinity in all of them. A head that remembers thousands of tokens has
-    a dt below `time_step_min` (huggingface/transformers pull request 48989).
+    null means 0 to infinity; transformers' code fails on null. In nemotron_h and zamba2 transformers limits dt to at
+    least `time_step_min`. But `time_step_min` only describes how training initialised dt_bias. The published models'
+    own code limits dt by `time_step_limit`, which is 0 to infinity in all of them. A head that remembers thousands of
+    tokens has a dt below `time_step_min` (huggingface/transformers pull request 48989).
     """
     for _, mixer, spec in _state_modules(model):
         if isinstance(spec, Mamba2Spec):
-            owner = mixer.config if type(mixer).__name__ == "NemotronHMamba2Mixer" else mixer
-            mixer.time_step_limit = tuple(owner.time_step_limit or (0.0, math.inf))
+            is_wrong = type(mixer).__name__ in ("NemotronHMamba2Mixer", "Zamba2MambaMixer")
+            limits = getattr(mixer.config, "time_step_limit", None) if is_wrong else mixer.time_step_limit
+            mixer.time_step_limit = tuple(limits or (0.0, math.inf))
 
 
 def has_output_gate(attention: nn.Module) -> bool:
@@ -186,7 +187,14 @@ _READERS: Final[Mapping[str, Callable[[Any], StateSpec]]] = {
     "MiniMaxLightningAttention": _read_lightning,
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _read_short_conv),
     **dict.fromkeys(
-        ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer"),
+        (
+            "BambaMixer",
+            "FalconH1Mixer",
+            "GraniteMoeHybridMambaLayer",
+            "Mamba2Mixer",
+            "NemotronHMamba2Mixer",
+            "Zamba2MambaMixer",
+        ),
         _read_mamba2,
     ),
     **dict.fromkeys(("FalconMambaMixer", "JambaMambaMixer", "MambaMixer"), _read_mamba),

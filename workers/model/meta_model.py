@@ -148,14 +148,14 @@ def prepare_model(
 
 def adaptable_linears(prepared: PreparedModel) -> dict[str, tuple[int, int]]:
     """[out, in] of the linears that can have LoRA adapters, by name: those of the attention and MLP of each layer.
-
-    Excluded: latent and gated attention, whose weights are reordered, linear attention, and experts.
-    """
+    Excluded: latent and gated attention, whose weights are reordered, linear attention, experts, and shared weights."""
+    ties: dict[str, str] = prepared.causal.all_tied_weights_keys  # the linears that share one have an adapter each
+    shared = {name.rpartition(".")[0] for pair in ties.items() for name in pair}
     attention = {layer.module for layer in prepared.layers if not layer.is_latent and not layer.has_gate}
     others = _FUSED_MLP if is_fusable(prepared.causal) else _ANY_MLP
     shapes = {}
     for name, module in prepared.causal.named_modules():
-        is_served = name.rpartition(".")[0] in attention or others.fullmatch(name)
+        is_served = name not in shared and (name.rpartition(".")[0] in attention or others.fullmatch(name))
         if type(module) is nn.Linear and is_served and module not in prepared.unpackable_linears:
             shapes[name] = (module.out_features, module.in_features)
     return shapes

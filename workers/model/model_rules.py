@@ -48,7 +48,7 @@ _CONV_SIZES: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(_DELTA_NETS, ("linear_conv_kernel_dim",)),
     "kimi_linear": ("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim"),
     **dict.fromkeys(("lfm2", "lfm2_moe"), ("conv_L_cache",)),
-    **dict.fromkeys((*_BAMBAS, "jamba"), ("mamba_d_conv",)),
+    **dict.fromkeys((*_BAMBAS, "jamba", "zamba2"), ("mamba_d_conv",)),
     **dict.fromkeys(_MAMBAS, ("conv_kernel",)),
     "nemotron_h": ("mamba_d_conv", "conv_kernel"),
 }
@@ -62,7 +62,7 @@ _VALUE_SIZES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 # Of Mamba-2 mixers.
 _STATE_SIZES: Final[Mapping[str, tuple[str, ...]]] = {
-    **dict.fromkeys(_BAMBAS, ("mamba_d_state",)),
+    **dict.fromkeys((*_BAMBAS, "zamba2"), ("mamba_d_state",)),
     "mamba2": ("state_size",),
     "nemotron_h": ("ssm_state_size",),
 }

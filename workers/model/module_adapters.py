@@ -209,6 +209,18 @@ def _adapt_lightning(module: Any, config: Any) -> None:
         module._buffers[name] = None
 
 
+def _number_attention(module: Any, config: Any) -> None:
+    """Each of zamba2's hybrid layers has an attention module of its own, with the weights of a block that several
+    layers share. transformers numbers all of them -1."""
+    module.shared_transformer.self_attn.layer_idx = module.mamba_decoder.layer_idx
+
+
+def _adapt_zamba2_mlp(module: Any, config: Any) -> None:
+    """The gates are a part of each row, so that they are contiguous in a step of one token alone. torch computes gelu
+    of contiguous tensors by other code, and --deterministic needs the same bits in all steps."""
+    module.act_fn.register_forward_pre_hook(lambda _, gates: (gates[0].contiguous(),))
+
+
 # By the class of transformers' module.
 _ADAPTERS: Final[dict[str, Callable[[Any, Any], None]]] = {
     **dict.fromkeys(("FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"), _adapt_mamba),
@@ -219,6 +231,8 @@ _ADAPTERS: Final[dict[str, Callable[[Any, Any], None]]] = {
     "GPTNeoSelfAttention": _adapt_gpt_neo,
     "Gemma3nTextMLP": _adapt_gemma3n_mlp,
     "MiniMaxLightningAttention": _adapt_lightning,
+    "Zamba2HybridLayer": _number_attention,
+    "Zamba2MLP": _adapt_zamba2_mlp,
 }
 
 

@@ -32,13 +32,19 @@ class PlainLinear:
 
 
 def pack_linears(module: nn.Module, *, batch_invariant: bool, exclude: Collection[nn.Module] = ()) -> None:
-    """Replace every linear below `module` that is not in `exclude`."""
-    for name, child in module.named_children():
-        if type(child) is nn.Linear:  # a subclass may have its own forward, as phimoe's router has
-            if child not in exclude:
-                setattr(module, name, PackedLinear(child.weight, child.bias, batch_invariant=batch_invariant))
-        else:
-            pack_linears(child, batch_invariant=batch_invariant, exclude=exclude)
+    """Replace every linear below `module` that is not in `exclude`. Linears with the same weight and the same bias, as
+    zamba2's shared blocks have, become one PackedLinear."""
+    packed: dict[tuple[int, int], PackedLinear] = {}
+    # The list holds no linear, so that each unpacked weight is freed before the next one is packed.
+    for parent in [part for part in module.modules() if type(part) is not nn.Linear]:
+        for name, child in list(parent.named_children()):
+            # A subclass may have its own forward, as phimoe's router has.
+            if type(child) is not nn.Linear or child in exclude:
+                continue
+            tensors = id(child.weight), id(child.bias)
+            if tensors not in packed:
+                packed[tensors] = PackedLinear(child.weight, child.bias, batch_invariant=batch_invariant)
+            setattr(parent, name, packed[tensors])
 
 
 def pack_merged(owner: Any, merged: str, parts: tuple[str, ...], *, batch_invariant: bool) -> PackedLinear:

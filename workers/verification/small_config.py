@@ -54,6 +54,11 @@ _SIZE: Final = re.compile(r".*(size|dim|rank|inner|width|channels|hidden|ffn|emb
 # Fields that are lists of layer indices. Lists with an element for each layer are recognised by their length.
 _LAYER_INDICES: Final = (
     "mlp_only_layers", "moe_layers", "dense_layers", "global_attn_layers", "attn_layer_indices", "full_attn_idxs",
+    "hybrid_layer_ids",
+)  # fmt: skip
+# Fields that zamba2's config class computes from others, unless they are given.
+_ZAMBA2_COMPUTED: Final = (
+    "attention_head_dim", "attention_hidden_size", "kv_channels", "mamba_headdim", "num_query_groups",
 )  # fmt: skip
 # Fields that say how many of the first layers are of another kind.
 _FIRST_LAYERS: Final = ("max_window_layers", "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
@@ -133,6 +138,11 @@ class _Shrinker:
         if values["model_type"] == "mamba2":  # num_heads * head_dim must be expand * hidden_size
             heads = values["expand"] * self.hidden // _HEAD_DIM
             values |= dict(num_heads=heads, head_dim=_HEAD_DIM, n_groups=math.gcd(values["n_groups"], heads))
+        if values["model_type"] == "zamba2":  # n_mamba_heads must divide mamba_expand * hidden_size
+            heads = values["mamba_expand"] * self.hidden // _HEAD_DIM
+            values |= dict(n_mamba_heads=heads, mamba_ngroups=math.gcd(values["mamba_ngroups"], heads))
+            for name in _ZAMBA2_COMPUTED:
+                values.pop(name, None)
         return values
 
     def _fields(self, values: dict[str, Any]) -> dict[str, Any]:

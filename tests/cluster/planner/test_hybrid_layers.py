@@ -54,6 +54,7 @@ def test_fields_that_do_not_fit_are_named(model_type: str, fields: dict[str, Any
         ("granitemoehybrid", dict(layers_block_type=["mamba", "attention"] * 2), [0, 2]),
         ("qwen3_5_text", dict(full_attention_interval=2), [0, 2]),
         ("falcon_h1", {}, [0, 1, 2, 3]),
+        ("zamba2", dict(layers_block_type=["mamba", "hybrid"] * 2), [0, 1, 2, 3]),
     ],
 )
 def test_the_layers_with_a_state(model_type: str, fields: dict[str, Any], with_state: list[int]) -> None:
@@ -83,6 +84,7 @@ _CONVOLUTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_5_moe_text", _KINDS, "linear_conv_kernel_dim"),
     ("qwen3_5_text", _KINDS, "linear_conv_kernel_dim"),
     ("qwen3_next", _KINDS, "linear_conv_kernel_dim"),
+    ("zamba2", _KINDS, "mamba_d_conv"),
 ]
 # By model type: the other fields, and those of the sizes that GPU kernels do not compute.
 _STATES: list[tuple[str, dict[str, Any], str]] = [
@@ -98,6 +100,7 @@ _STATES: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_5_moe_text", _KINDS, "linear_key_head_dim and linear_value_head_dim"),
     ("qwen3_5_text", _KINDS, "linear_key_head_dim and linear_value_head_dim"),
     ("qwen3_next", _KINDS, "linear_key_head_dim and linear_value_head_dim"),
+    ("zamba2", _KINDS, "mamba_d_state"),
 ]
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.model_spec import DeltaNetSpec, LightningSpec, Mamba2Spec, MambaSpec, ShortConvSpec
@@ -19,6 +21,7 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.model.meta_model import adaptable_linears, prepare_model
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.model.model_rules import (
     check_convolutions,
@@ -43,7 +46,17 @@ Make = Callable[..., Engine]
 
 @pytest.fixture(
     scope="module",
-    params=["jamba", "kimi-linear", "mamba", "minimax", "olmo-hybrid", "qwen3-next", "qwen3.5", "qwen3.5-moe"],
+    params=[
+        "jamba",
+        "kimi-linear",
+        "mamba",
+        "minimax",
+        "olmo-hybrid",
+        "qwen3-next",
+        "qwen3.5",
+        "qwen3.5-moe",
+        "zamba2",
+    ],
 )
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(request.param, tmp_path_factory.mktemp("hybrid"))
@@ -133,6 +146,29 @@ def test_200_greedy_tokens_of_further_types(arch: str, tmp_path: Path) -> None:
     said = run(engine, *requests, ask("other", PROMPT[5:]))
     assert engine.stats().preemptions > 0
     assert said["first", 0] == said["a", 0] == said["third", 0] == wanted
+
+
+def test_a_shared_block_is_held_once(tmp_path: Path) -> None:
+    """Layers of zamba2 that share a block have one PackedLinear for each of its linears. These cannot have adapters:
+    each layer would have its own."""
+    path = tiny_checkpoint("zamba2", tmp_path)
+    model: Any = load_model(path, communicator=Communicator(), device="cpu")
+    first, other, second = (model._body.base.layers[index] for index in (1, 2, 4))
+    for name in ("self_attn.q_proj", "feed_forward.gate_up_proj", "feed_forward.gate_up_proj_adapter_list.2.1"):
+        linear = first.shared_transformer.get_submodule(name)
+        assert isinstance(linear, PackedLinear) and linear is second.shared_transformer.get_submodule(name)
+    assert first.shared_transformer.self_attn.q_proj is not other.shared_transformer.self_attn.q_proj
+    assert first.linear is not second.linear
+    stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    assert stored - 2**15 < model.spec.weight_bytes <= stored
+    with Checkpoint.open(str(path)) as checkpoint:
+        prepared = prepare_model(
+            checkpoint, TpShard(0, 1), dtype="float32", device=torch.device("cpu"), max_model_len=None,
+            deterministic_on=torch.device("cpu"), expert_parallel=False,
+        )  # fmt: skip
+    adaptable = adaptable_linears(prepared)
+    assert {name.split(".")[2] for name in adaptable if "shared_transformer" in name} == {"2"}
+    assert "model.layers.0.mamba.in_proj" in adaptable
 
 
 @pytest.mark.parametrize("budget", [3, 16, 44])

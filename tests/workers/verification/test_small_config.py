@@ -120,6 +120,16 @@ def test_a_copy_has_a_layer_of_every_kind(model_type: str, fields: dict[str, Any
     assert {"linear_attention", "full_attention"} <= set(small.layer_types)
 
 
+def test_sizes_that_zamba2_computes_fit_its_copy() -> None:
+    """Published files have them, too: the copy's are those of its own hidden size and layers."""
+    kinds = ["hybrid" if layer in (6, 12, 18, 24, 30, 36, 42, 47, 51) else "mamba" for layer in range(54)]
+    small = shrink_config(config_of("zamba2", layers_block_type=kinds, n_mamba_heads=80))
+    assert (small.num_hidden_layers, small.hybrid_layer_ids) == (8, [6])
+    assert small.n_mamba_heads * small.mamba_headdim == 2 * small.hidden_size
+    assert small.num_attention_heads * small.attention_head_dim == small.attention_hidden_size == 2 * small.hidden_size
+    assert keep_layers(small, 4).hybrid_layer_ids == []
+
+
 def test_a_config_that_has_no_small_copy_is_refused() -> None:
     """A config without the usual fields is refused with its model type."""
     with pytest.raises(InvalidModel, match="clip: no small copy of its config can be made"):
