@@ -19,7 +19,7 @@ from coatcheck.workers.core.model_spec import (
     StateSpec,
 )
 
-_ATTENTION: Final = frozenset({"full_attention", "attention", "hybrid"})
+_ATTENTION: Final = frozenset({"full_attention", "sliding_attention", "attention", "hybrid"})
 _STATE: Final = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
 _MLP: Final = frozenset({"mlp", "moe"})
 # Types whose layers are mixers alone, without attention and MLP.
@@ -86,6 +86,9 @@ def _layer_kinds(config: ModelConfig) -> tuple[str, ...]:
         kinds = ["full_attention" if indices is None or layer in indices else "conv" for layer in range(count)]
     elif family == "kimi_linear":
         kinds = _kimi_kinds(config, count)
+    elif family == "lfm3":
+        kinds = [("conv" if layer % 2 or not layer else "sliding_attention") for layer in range(count)]
+        kinds[2::4] = ["full_attention"] * len(kinds[2::4])
     elif family == "minimax":
         kinds = ["linear_attention" if layer % 2 else "full_attention" for layer in range(count)]
     elif family in _DELTA_NETS:
@@ -170,7 +173,8 @@ def _kimi_kinds(config: ModelConfig, count: int) -> list[str]:
 
 
 def _short_conv(config: ModelConfig, layer: int) -> ShortConvSpec:
-    return ShortConvSpec(layer, config.count("hidden_size"), config.count("conv_L_cache", default=3))
+    size = config.count("conv_L_cache", default=7 if config.model_type == "lfm3" else 3)
+    return ShortConvSpec(layer, config.count("hidden_size"), size)
 
 
 def _lightning(config: ModelConfig, layer: int) -> LightningSpec:
@@ -280,7 +284,7 @@ def _head_groups(config: ModelConfig, heads: int, groups: int) -> int:
 _DELTA_NETS: Final = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 _STATE_OF: Final[dict[str, Callable[[ModelConfig, int], StateSpec]]] = {
     **dict.fromkeys(_DELTA_NETS, _delta_net),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), _short_conv),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _short_conv),
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _mamba2),
     **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), _mamba),
     "mamba2": _plain_mamba2,

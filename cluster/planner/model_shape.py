@@ -117,8 +117,9 @@ def _windows_by_layer(config: ModelConfig, hybrid: HybridLayers | None) -> list[
         count = config.count("num_hidden_layers", "n_layer", "num_layers", most=10_000)
         windows = _sliding_windows(config, count * ATTENTIONS_PER_LAYER.get(config.model_type, 1))
     else:
-        window = config.number("sliding_window", default=0) if config.model_type == "minimax" else 0
-        windows = [window] * len(hybrid.attention_layers)
+        window = config.number("sliding_window", default=256 if config.model_type == "lfm3" else 0)
+        with_window = {"full_attention"} if config.model_type == "minimax" else {"sliding_attention"}
+        windows = [window if hybrid.kinds[layer] in with_window else 0 for layer in hybrid.attention_layers]
     if not windows and (hybrid is None or not hybrid.states):
         raise InvalidModel(f"{config.name}: config.json has no layer with attention; correct its layer_types")
     return windows
@@ -156,7 +157,7 @@ def _kv_heads(config: ModelConfig, heads: int) -> int:
 
 
 def _head_dim(config: ModelConfig, heads: int) -> int:
-    if config.values.get("head_dim") is not None or config.model_type == "nemotron_h":
+    if config.values.get("head_dim") is not None or config.model_type in ("lfm3", "nemotron_h"):
         return config.count("head_dim", default=128)
     hidden = config.count("hidden_size", "n_embd", "d_model")
     if config.model_type == "zamba2":  # its attention reads two rows of that size side by side

@@ -35,7 +35,7 @@ _TIED: Final = frozenset(
         "biogpt", "bloom", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "ernie4_5",
         "ernie4_5_moe", "falcon", "falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text",
         "gemma4_text", "gemma4_unified_text", "gpt2", "gpt_bigcode", "gpt_neo", "granite_swa", "jetmoe", "lfm2",
-        "lfm2_moe", "mamba", "minicpm3", "modernbert-decoder", "mpt", "opt", "smollm3", "starcoder2",
+        "lfm2_moe", "lfm3", "mamba", "minicpm3", "modernbert-decoder", "mpt", "opt", "smollm3", "starcoder2",
         "vaultgemma", "youtu", "zamba2",
     }
 )  # fmt: skip

@@ -63,6 +63,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "dots3_note_text": dict(num_key_value_heads=4),
     "lfm2": dict(layer_types=["conv", "full_attention"] * (LAYERS // 2)),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"] * (LAYERS // 2)),
+    "lfm3": dict(head_dim=16, sliding_window=16),
     "axk1": _LATENT | dict(num_key_value_heads=4, n_group=2, topk_group=1),
     "axk2": _LATENT,
     "bitnet": dict(hidden_act="relu2"),

@@ -270,6 +270,15 @@ ONE_RANK: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2_moe",
         _LFM2 | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, num_dense_layers=1),
     ),
+    "lfm3": (
+        "lfm3",
+        dict(
+            num_hidden_layers=5,
+            layer_types=["conv", "conv", "full_attention", "conv", "sliding_attention"],
+            head_dim=16,
+            sliding_window=16,
+        ),
+    ),
     "mamba2": (
         "mamba2",
         dict(num_heads=8, head_dim=16, n_groups=2, state_size=32, chunk_size=16, use_bias=True),

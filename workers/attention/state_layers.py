@@ -185,7 +185,7 @@ _READERS: Final[Mapping[str, Callable[[Any], StateSpec]]] = {
     ),
     "KimiLinearDeltaAttention": _read_kimi_delta_net,
     "MiniMaxLightningAttention": _read_lightning,
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _read_short_conv),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), _read_short_conv),
     **dict.fromkeys(
         (
             "BambaMixer",

@@ -42,7 +42,7 @@ from coatcheck.workers.model.linear_attention import adapt_state_layer
 from coatcheck.workers.model.lm_head import LmHead
 from coatcheck.workers.model.meta_model import PreparedModel, adaptable_linears, check_complete, prepare_model
 from coatcheck.workers.model.model_rules import check_mla_shard
-from coatcheck.workers.model.module_adapters import create_on_device, replace_norms, replace_waiting_experts
+from coatcheck.workers.model.module_adapters import create_on_device, make_rows_independent, replace_waiting_experts
 from coatcheck.workers.model.packed_linears import describe_activations, pack_linears
 from coatcheck.workers.model.parallel_layers import apply_tensor_parallel
 from coatcheck.workers.model.sparse_mlp import packable_experts, replace_experts
@@ -360,9 +360,9 @@ class TransformersBody:
             module = causal.get_submodule(state.module)
             adapt_state_layer(module, state.spec, cache_index, batch_invariant=batch_invariant)
         replace_experts(self.base, batch_invariant=batch_invariant)
-        if batch_invariant:
-            replace_norms(self.base)
         pack_linears(self.base, batch_invariant=batch_invariant, exclude=unpackable)
+        if batch_invariant:
+            make_rows_independent(self.base)
         replace_waiting_experts(self.base, batch_invariant=batch_invariant)
 
     def __call__(

@@ -47,7 +47,7 @@ _MAMBAS: Final = ("falcon_mamba", "mamba", "mamba2")
 _CONV_SIZES: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(_DELTA_NETS, ("linear_conv_kernel_dim",)),
     "kimi_linear": ("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim"),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), ("conv_L_cache",)),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("conv_L_cache",)),
     **dict.fromkeys((*_BAMBAS, "jamba", "zamba2"), ("mamba_d_conv",)),
     **dict.fromkeys(_MAMBAS, ("conv_kernel",)),
     "nemotron_h": ("mamba_d_conv", "conv_kernel"),

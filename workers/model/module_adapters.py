@@ -47,25 +47,33 @@ _NORMS: Final = {
     "GraniteMoeHybridRMSNorm": False,
     "Lfm2MoeRMSNorm": False,
     "Lfm2RMSNorm": False,
+    "Lfm3RMSNorm": False,
     "NemotronHRMSNorm": True,
 }
 
 
 def has_replaceable_norms(model: nn.Module) -> bool:
-    """Whether `replace_norms` replaces every norm of the model that its mixers do not compute (those with a gate)."""
+    """Whether `make_rows_independent` replaces each norm of the model that its mixers do not compute (those with gates)."""
     names = {type(module).__name__ for module in model.modules()}
     norms = {name for name in names if "Norm" in name and not name.endswith("Gated")}
     return bool(norms) and norms <= _NORMS.keys()
 
 
-def replace_norms(model: nn.Module) -> None:
-    """On a GPU, let our kernel compute each norm of `_NORMS`, one row by one program. The weights must be loaded."""
+def make_rows_independent(model: nn.Module) -> None:
+    """Let what torch computes of a row not depend on the number of rows. The weights must be loaded, linears packed.
+
+    On a GPU our kernel computes each norm of `_NORMS`, one row by one program. lfm3's gates, of which a row has one for
+    each head, get rows with a gap: torch on CPUs computes contiguous tensors in vectors across rows, and their last
+    elements one by one, with other rounding.
+    """
     modules: Iterator[Any] = model.modules()
     for module in modules:
         rounds_last = _NORMS.get(type(module).__name__)
         if rounds_last is not None and uses_triton(module.weight):
             norm = RmsNorm(module.weight.detach(), module.variance_epsilon, rounds_last=rounds_last)
             module.forward = partial(_normalise_rows, norm)
+        if type(module).__name__ == "Lfm3Attention" and module.g_proj is not None:
+            module.g_proj.register_forward_hook(lambda _, args, gates: functional.pad(gates, (0, 1))[..., :-1])
 
 
 def _normalise_rows(norm: RmsNorm, x: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ Make = Callable[..., Engine]
     params=[
         "jamba",
         "kimi-linear",
+        "lfm3",
         "mamba",
         "minimax",
         "olmo-hybrid",

@@ -135,7 +135,8 @@ def test_on_a_gpu_torchs_norms_are_refused(tmp_path: Path) -> None:
     """torch's norms depend on the batch's size on a GPU. Architectures with fused layers are accepted, and those with
     Mamba-2 or short convolutions, whose norms are replaced."""
     gpu, dtype = torch.device("cuda"), torch.bfloat16
-    for arch, taken in (("llama", True), ("bamba", True), ("falcon-h1", True), ("lfm2", True), ("olmo2", False)):
+    cases = dict.fromkeys(("llama", "bamba", "falcon-h1", "lfm2", "lfm3"), True) | {"olmo2": False}
+    for arch, taken in cases.items():
         config = read_config(tiny_checkpoint(arch, tmp_path / arch))
         causal = build_meta_model(config, dtype, torch.device("cpu"), 64)
         calls = probe_attention(causal)
