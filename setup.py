@@ -40,7 +40,7 @@ FOR_ALL_CLASSES = ["cpu", "decoder_layers", "expert_layers", "gather_rows", "hea
 # (kernels/native.py). cpu.c checks that the processor has everything that the flags of a class allow.
 CLASSES = {"generic": (KERNELS, [])}
 if platform.machine() in ("x86_64", "AMD64"):
-    # By default GCC 14 fuses no chains of products and sums of 256 bits, but only in loops of some forms. Then a row has
+    # In loops of some forms GCC 14 does not fuse chains of products and sums of 256 bits by default. Then a row has
     # other bits in a tile of one row than in a tile of several.
     avx2 = ["-mavx2", "-mfma", "-mf16c", "--param=avoid-fma-max-bits=0"]
     avx512 = [*avx2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
