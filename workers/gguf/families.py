@@ -157,6 +157,17 @@ _NEMOTRON_H: Final = GgufFamily(
     },
     **_MAMBA2,
 )  # fmt: skip
+# By whether dt, B and C are normed, as in Falcon Mamba.
+_MAMBAS: Final = {
+    has_norms: GgufFamily(
+        "falcon_mamba" if has_norms else "mamba",
+        state_fields.mamba,
+        names.MAMBA,
+        plain=frozenset(("token_embd", "ssm_conv1d", "ssm_x", "ssm_dt")),
+        changes={"ssm_a": _log_of_negative},
+    )
+    for has_norms in (False, True)
+}
 # By whether the projections to q, k, v and z are one tensor, as in files of the first months.
 _QWEN3_NEXTS: Final = {
     is_one: GgufFamily(
@@ -234,6 +245,8 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
     "nemotron_h_moe": _NEMOTRON_H,
     "mistral3": _MISTRAL3S[True],
     "arcee": GgufFamily("arcee", fields.arcee, names.ARCEE, orders=row_orders.LLAMA_ORDERS),
+    "mamba": _MAMBAS[False],
+    "mamba2": GgufFamily("mamba2", state_fields.mamba2, names.MAMBA2, **_MAMBA2),
     "smollm3": GgufFamily("smollm3", fields.smollm3, names.LLAMA, orders=row_orders.LLAMA_ORDERS),
     "qwen2": GgufFamily("qwen2", fields.qwen, names.LLAMA),
     "qwen3": GgufFamily("qwen3", fields.qwen3, names.QWEN3),
@@ -357,6 +370,8 @@ def family_of(file: GgufFile) -> GgufFamily:
     """Raises InvalidModel for an architecture that is not served from GGUF."""
     if file.architecture == "llama" and file.count("expert_count", 0) > 0:
         return _MIXTURE_OF_LLAMA
+    if file.architecture == "mamba":
+        return _MAMBAS[bool(file.find("ssm.dt_b_c_rms"))]
     if file.architecture == "mistral3":
         return _MISTRAL3S[file.find("attention.temperature_scale") is not None]
     if file.architecture == "qwen3next":

@@ -13,6 +13,7 @@ from coatcheck.workers.gguf.field_readers import (
     rotary_share,
     rotated_head_width,
     size_fields,
+    vocab_size,
 )
 from coatcheck.workers.gguf.gguf_file import GgufFile
 
@@ -153,6 +154,37 @@ def falcon_h1(file: GgufFile) -> Fields:
         mlp_bias=has_tensor(file, "blk.0.ffn_gate.bias"),
         projectors_bias=has_tensor(file, "blk.0.ssm_out.bias"),
     )  # fmt: skip
+
+
+def mamba2(file: GgufFile) -> Fields:
+    sizes = _mamba2(file)
+    return _backbone(file) | dict(
+        num_heads=sizes["mamba_n_heads"],
+        head_dim=sizes["mamba_d_head"],
+        n_groups=sizes["mamba_n_groups"],
+        use_bias=sizes["mamba_proj_bias"],
+    )
+
+
+def mamba(file: GgufFile) -> Fields:
+    return _backbone(file) | dict(
+        intermediate_size=file.count("ssm.inner_size"),
+        time_step_rank=file.count("ssm.time_step_rank"),
+        use_bias=has_tensor(file, "blk.0.ssm_in.bias"),
+    )
+
+
+def _backbone(file: GgufFile) -> Fields:
+    return dict(
+        vocab_size=vocab_size(file),
+        hidden_size=file.count("embedding_length"),
+        num_hidden_layers=file.num_layers,
+        layer_norm_epsilon=file.number("attention.layer_norm_rms_epsilon"),
+        state_size=file.count("ssm.state_size"),
+        conv_kernel=file.count("ssm.conv_kernel"),
+        expand=file.count("ssm.inner_size") // file.count("embedding_length"),
+        use_conv_bias=has_tensor(file, "blk.0.ssm_conv1d.bias"),
+    )
 
 
 _EPSILON: Final = "attention.layer_norm_rms_epsilon"

@@ -315,11 +315,26 @@ _NEMOTRON_H_MIXERS: Final = {
     "ffn_latent_down": "fc1_latent_proj",
     "ffn_latent_up": "fc2_latent_proj",
 }
-NEMOTRON_H: Final = {
+_BACKBONE: Final = {
     "token_embd": "backbone.embeddings",
     "output_norm": "backbone.norm_f",
     "output": "lm_head",
     "blk.{}.attn_norm": "backbone.layers.{}.norm",
-    **_mamba2("backbone.layers.{}.mixer"),
-    **{f"blk.{{}}.{leaf}": f"backbone.layers.{{}}.mixer.{name}" for leaf, name in _NEMOTRON_H_MIXERS.items()},
 }
+_BACKBONE_MIXER: Final = "backbone.layers.{}.mixer"
+NEMOTRON_H: Final = {
+    **_BACKBONE,
+    **_mamba2(_BACKBONE_MIXER),
+    **{f"blk.{{}}.{leaf}": f"{_BACKBONE_MIXER}.{name}" for leaf, name in _NEMOTRON_H_MIXERS.items()},
+}
+MAMBA2: Final = _BACKBONE | _mamba2(_BACKBONE_MIXER)
+_MAMBA_LEAVES: Final = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_x": "x_proj",
+    "ssm_dt": "dt_proj",
+    "ssm_a": "A_log",
+    "ssm_d": "D",
+    "ssm_out": "out_proj",
+}
+MAMBA: Final = _BACKBONE | {f"blk.{{}}.{leaf}": f"{_BACKBONE_MIXER}.{name}" for leaf, name in _MAMBA_LEAVES.items()}

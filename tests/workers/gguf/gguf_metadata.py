@@ -10,8 +10,14 @@ import numpy as np
 
 
 def add_fields(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) -> None:
-    if arch in ("gpt2", "gemma4"):
-        {"gpt2": _add_gpt2_fields, "gemma4": _add_gemma4_fields}[arch](writer, config)
+    own = {
+        "gpt2": _add_gpt2_fields,
+        "gemma4": _add_gemma4_fields,
+        "mamba": _add_mamba_fields,
+        "mamba2": _add_mamba_fields,
+    }
+    if arch in own:
+        own[arch](writer, config)
         return
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     width = config.get("head_dim") or hidden // heads
@@ -164,16 +170,33 @@ def layer_count(config: Mapping[str, Any]) -> int:
     return count
 
 
+def _add_mamba_fields(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_context_length(2**20)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    if config["model_type"] == "mamba2":
+        _add_mamba2(writer, config)
+        return
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_inner_size(config["intermediate_size"])
+    writer.add_ssm_state_size(config["state_size"])
+    writer.add_ssm_time_step_rank(config["time_step_rank"])
+    writer.add_ssm_dt_b_c_rms(config["model_type"] == "falcon_mamba")
+
+
 def _add_mamba2(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     def field(*names: str) -> int:
         return int(next(config[name] for name in names if name in config))
 
-    heads = field("mamba_n_heads", "mamba_num_heads")
+    heads = field("mamba_n_heads", "mamba_num_heads", "num_heads")
     writer.add_ssm_conv_kernel(field("mamba_d_conv", "conv_kernel"))
-    writer.add_ssm_state_size(field("mamba_d_state", "ssm_state_size"))
+    writer.add_ssm_state_size(field("mamba_d_state", "ssm_state_size", "state_size"))
     writer.add_ssm_group_count(field("mamba_n_groups", "n_groups"))
     writer.add_ssm_time_step_rank(heads)
-    writer.add_ssm_inner_size(heads * field("mamba_d_head", "mamba_head_dim"))
+    writer.add_ssm_inner_size(heads * field("mamba_d_head", "mamba_head_dim", "head_dim"))
 
 
 def _add_delta_net(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) -> None:

@@ -95,6 +95,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             intermediate_size=256, routed_scaling_factor=2.5,
         ),
     ),
+    "mamba": ("mamba", "mamba", dict(state_size=16)),
+    "falcon-mamba": ("mamba", "falcon_mamba", dict(state_size=16, use_bias=True)),
+    "mamba2": ("mamba2", "mamba2", dict(num_heads=8, head_dim=64, n_groups=2, state_size=32)),
     "qwen3-next": ("qwen3next", "qwen3_next", _QWEN3_NEXT),
     "mistral3": ("mistral3", "mistral", dict(head_dim=64, sliding_window=None)),
     "ministral3": (

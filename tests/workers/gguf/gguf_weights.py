@@ -75,7 +75,7 @@ def write_weights(
         )
         change = _change_of(arch, config, name, values)
         changed = values if change is None else change.forth(values)
-        plain = (".conv.", "conv1d", "ffn_gate_inp", "_norm.", ".altup_")
+        plain = (".conv.", "conv1d", "ffn_gate_inp", "_norm.", ".altup_", ".ssm_dt.")
         is_plain = changed.ndim == 1 or any(part in (name if "conv" in part else found) for part in plain)
         is_plain = is_plain or found.endswith((".ssm_a", ".ssm_d"))
         back = store(found, np.ascontiguousarray(changed), seed, is_plain=is_plain)
@@ -111,9 +111,9 @@ def _change_of(arch: str, config: Mapping[str, Any], name: str, values: np.ndarr
         columns = _by_value_head(config, values.shape[1])
         return _Change(lambda one: one[:, columns], lambda one: one[:, np.argsort(columns)])
     if name.endswith("A_log"):
-        is_column = arch != "qwen3next"
+        is_column = values.ndim == 1 and arch != "qwen3next"
         return _Change(lambda one: -np.exp(one[:, None] if is_column else one), lambda one: np.log(-one))
-    if name.endswith((".mamba.D", ".mixer.D")):
+    if name.endswith((".mamba.D", ".mixer.D")) and arch != "mamba":
         return _Change(lambda one: one[:, None], lambda one: one)
     if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
         return _Change(lambda one: one.reshape(2, -1), lambda one: one)

@@ -31,6 +31,8 @@ from tests.workers.gguf.gguf_models import MODELS, write_model
 PROMPT = [3 + 7 * place % 190 for place in range(30)]
 # Fields of a config that the file does not have, or that name the same in another way.
 _UNTOLD = {"_name_or_path", "architectures", "quantization_config", "eos_token_id", "transformers_version", "dtype"}
+# Of the shape that all models of the tests get. Mamba has no attention, MLPs and positions.
+_UNREAD_BY_MAMBA = {"max_position_embeddings", "num_attention_heads", "num_key_value_heads", "intermediate_size"}
 # By model: fields that are equal in effect, or that the model does not read.
 _EQUAL = {
     "llama-other-divisors": {"rope_parameters"}, "mixtral": {"head_dim"}, "gemma": {"hidden_activation"},
@@ -39,6 +41,7 @@ _EQUAL = {
     "hunyuan-alpha": {"rope_parameters"}, "glm4-sections": {"rope_parameters"},
     "glm4-moe-lite": {"model_type", "mlp_layer_types"},
     "qwen35-moe": {"intermediate_size"}, "qwen3-next": {"intermediate_size"}, "dots1": {"sliding_window"},
+    **dict.fromkeys(("mamba", "falcon-mamba", "mamba2"), _UNREAD_BY_MAMBA),
     "gemma4-large": {"vocab_size_per_layer_input"}, "gemma4-moe": {"vocab_size_per_layer_input"},
 }  # fmt: skip
 
