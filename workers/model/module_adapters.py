@@ -53,7 +53,7 @@ _NORMS: Final = {
 
 
 def has_replaceable_norms(model: nn.Module) -> bool:
-    """Whether `make_rows_independent` replaces each norm of the model that its mixers do not compute (those with gates)."""
+    """Whether `make_rows_independent` replaces every norm of the model but those with gates, which mixers compute."""
     names = {type(module).__name__ for module in model.modules()}
     norms = {name for name in names if "Norm" in name and not name.endswith("Gated")}
     return bool(norms) and norms <= _NORMS.keys()
