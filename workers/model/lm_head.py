@@ -53,15 +53,17 @@ class LmHead:
         finally:
             self._parallel.gathers = True
 
-    def can_shard(self, communicator: Communicator, hidden: Tensor) -> bool:
-        """Whether `shard_logits` has the same bits as `logits`, by a trial with `hidden`. A collective: every rank
-        calls this with the same `hidden`.
+    @torch.inference_mode()
+    def can_shard(self, communicator: Communicator, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether `shard_logits` has the same bits as `logits`, by a trial with hidden states of `dtype` on `device`. A
+        collective: every rank calls this.
 
         It has if the head's code changes each logit alone, as soft-caps and scales do. It has not if that code reads
         several logits, or a token's id.
         """
         if self._parallel is None:
             return False
+        hidden = torch.linspace(-2, 2, self.model.config.hidden_size, dtype=dtype, device=device)[None]
         whole, first = self.logits(hidden), communicator.rank * self._parallel.part
         try:
             own = self.shard_logits(hidden)

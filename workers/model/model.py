@@ -15,19 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from coatcheck.kernels import native
 from coatcheck.kernels.layers.experts import PackedExperts
-from coatcheck.kernels.layers.linear import PackedLinear, holds_quantised
-from coatcheck.kernels.layers.quantised_weight import CodeKind, quantise
+from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.lora.lora_step import LoraStep
-from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.generation_config import check_end_tokens, end_token_ids
 from coatcheck.workers.attention.attention import AttentionLayer, AttentionStep, LayerCaches, layer_index, use_step
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.attention.state_layers import StateLayer
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.model_alias import sparse_attention_note
-from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
 from coatcheck.workers.checkpoint.weight_loader import Progress, load_weights
 from coatcheck.workers.core.attention_selector import check_backend_model
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
@@ -43,7 +39,7 @@ from coatcheck.workers.model.lm_head import LmHead
 from coatcheck.workers.model.meta_model import PreparedModel, adaptable_linears, check_complete, prepare_model
 from coatcheck.workers.model.model_rules import check_mla_shard
 from coatcheck.workers.model.module_adapters import create_on_device, make_rows_independent, replace_waiting_experts
-from coatcheck.workers.model.packed_linears import describe_activations, pack_linears
+from coatcheck.workers.model.packed_linears import choose_code_kind, describe_activations, pack_linears
 from coatcheck.workers.model.parallel_layers import apply_tensor_parallel
 from coatcheck.workers.model.sparse_mlp import packable_experts, replace_experts
 
@@ -211,18 +207,8 @@ def load_model(
             deterministic_on=device if deterministic else None,
             expert_parallel=expert_parallel,
         )
-        causal, config = prepared.causal, prepared.causal.config
-        dtype_name = str(prepared.dtype).removeprefix("torch.")
-        if mla_shard == "tokens":
-            check_mla_shard(config.model_type, any(layer.is_latent for layer in prepared.layers))
-        check_backend_model(
-            attention_backend,
-            prepared.layers,
-            dtype=dtype_name,
-            kv_dtype=choose_kv_dtype(kv_dtype, dtype_name),
-            deterministic=deterministic,
-            has_sinks=any(layer.has_sinks for layer in prepared.layers),
-        )
+        causal = prepared.causal
+        _check_attention(prepared, attention_backend, kv_dtype, mla_shard, deterministic=deterministic)
         shapes = adaptable_linears(prepared)
         adapters = open_adapters(lora_modules, shapes, checkpoint.text_name, device=device, dtype=prepared.dtype)
         loaded_adapters = load_fingerprints(adapters, communicator)
@@ -235,12 +221,12 @@ def load_model(
             check_memory,
             prepared.unpackable_linears,
             packable_experts(causal),
-            quantise_to=_code_kind(quantization, checkpoint, device, prepared.dtype),
+            quantise_to=choose_code_kind(quantization, checkpoint, device, prepared.dtype),
             activation_quantization=activation_quantization,
         )
         fingerprint = _fingerprint(checkpoint, quantization, activation_quantization)
         directory = checkpoint.directory
-        eos_token_ids = _eos_token_ids(directory, config)
+        eos_token_ids = _eos_token_ids(directory, causal.config)
     check_complete(causal)
     layers = tuple(shard.shard_layer(layer) for layer in prepared.layers)
     states = [replace(state, spec=shard.shard_state(state.spec)) for state in prepared.states]
@@ -251,9 +237,9 @@ def load_model(
     spec = ModelSpec(
         name=checkpoint.name,
         architecture=type(causal).__name__,
-        vocab_size=config.vocab_size,
+        vocab_size=causal.config.vocab_size,
         max_model_len=prepared.max_model_len,
-        dtype=dtype_name,
+        dtype=str(prepared.dtype).removeprefix("torch."),
         fingerprint=fingerprint,
         eos_token_ids=eos_token_ids,
         layers=layers,
@@ -263,9 +249,6 @@ def load_model(
         state_layers=tuple(state.spec for state in states),
         adapters=loaded_adapters,
     )
-    with torch.inference_mode():
-        hidden = torch.linspace(-2, 2, config.hidden_size, dtype=prepared.dtype, device=device)[None]
-        shards_logits = head.can_shard(communicator, hidden)
     return Model(
         spec,
         body,
@@ -273,25 +256,26 @@ def load_model(
         directory,
         deterministic=deterministic,
         supports_cuda_graphs=communicator.supports_cuda_graphs,
-        shards_logits=shards_logits,
-        note="" if (topk := getattr(config, "index_topk", None)) is None else sparse_attention_note(topk),
+        shards_logits=head.can_shard(communicator, prepared.dtype, device),
+        note="" if (topk := getattr(causal.config, "index_topk", None)) is None else sparse_attention_note(topk),
     )
 
 
-def _code_kind(quantization: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> CodeKind | None:
-    """The format to which linears are quantised at load; None for "auto". Raises InvalidConfig if it is not
-    possible."""
-    scheme = read_scheme(checkpoint.name, checkpoint.config)
-    check_quantization(checkpoint.name, quantization, scheme)
-    if quantization == "auto":
-        return None
-    kind = CodeKind[quantization.upper()]
-    if not holds_quantised(quantise(torch.zeros(8, 8, dtype=dtype), kind), device):
-        raise InvalidConfig(
-            f"quantization on CPU needs bfloat16 or float32 and the native kernels (here: {dtype}, "
-            f"{native.native_status()}); set --dtype, install with a C compiler, or leave --quantization out"
-        )
-    return kind
+def _check_attention(
+    prepared: PreparedModel, attention_backend: str, kv_dtype: str, mla_shard: str, *, deterministic: bool
+) -> None:
+    """Raise InvalidConfig if the model's attention does not fit the settings; see `load_model`."""
+    if mla_shard == "tokens":
+        check_mla_shard(prepared.causal.config.model_type, any(layer.is_latent for layer in prepared.layers))
+    dtype = str(prepared.dtype).removeprefix("torch.")
+    check_backend_model(
+        attention_backend,
+        prepared.layers,
+        dtype=dtype,
+        kv_dtype=choose_kv_dtype(kv_dtype, dtype),
+        deterministic=deterministic,
+        has_sinks=any(layer.has_sinks for layer in prepared.layers),
+    )
 
 
 def _fingerprint(checkpoint: Checkpoint, quantization: str, activation_quantization: str) -> str:

@@ -15,9 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coatcheck.kernels.layers.linear import PackedLinear
-from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
+from coatcheck.kernels import native
+from coatcheck.kernels.layers.linear import PackedLinear, holds_quantised
+from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight, quantise
 from coatcheck.kernels.layers.w8a8_linear import FormatChoice
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.checkpoint.checkpoint import Checkpoint
+from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
 from coatcheck.workers.distributed.tensor_slice import Range
 from coatcheck.workers.lora.attach_adapters import LoraTarget
 from coatcheck.workers.model.parallel_layers import RankSum
@@ -29,6 +33,24 @@ class PlainLinear:
 
     weight: Tensor | QuantisedWeight
     bias: Tensor | None
+
+
+def choose_code_kind(
+    quantization: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> CodeKind | None:
+    """The format to which linears are quantised at load; None for "auto". Raises InvalidConfig if it is not
+    possible."""
+    scheme = read_scheme(checkpoint.name, checkpoint.config)
+    check_quantization(checkpoint.name, quantization, scheme)
+    if quantization == "auto":
+        return None
+    kind = CodeKind[quantization.upper()]
+    if not holds_quantised(quantise(torch.zeros(8, 8, dtype=dtype), kind), device):
+        raise InvalidConfig(
+            f"quantization on CPU needs bfloat16 or float32 and the native kernels (here: {dtype}, "
+            f"{native.native_status()}); set --dtype, install with a C compiler, or leave --quantization out"
+        )
+    return kind
 
 
 def pack_linears(module: nn.Module, *, batch_invariant: bool, exclude: Collection[nn.Module] = ()) -> None:
