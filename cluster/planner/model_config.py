@@ -1,14 +1,14 @@
 """ModelConfig: the config.json of a model directory, a file or a model id, and its fields under any family's names.
 
 This module imports neither torch nor transformers, which take seconds. A field that config.json omits counts as
-missing, even if transformers' config class has a default; fill_defaults adds those of the tested model types.
+missing until fill_defaults adds the default of transformers' config class.
 """
 
 import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.model_folder import describe_other_path, is_weights_file, no_type_error
@@ -16,12 +16,21 @@ from coatcheck.workers.checkpoint.model_alias import resolve_alias
 from coatcheck.workers.checkpoint.quantisation_scheme import MODELOPT_FILE, read_model_config
 from coatcheck.workers.checkpoint.text_tower import is_multimodal, text_config, text_fields, text_model_type
 from coatcheck.workers.gguf.model_path import find_gguf, model_stem
-from coatcheck.workers.model.known_architectures import CONFIG_DEFAULTS, TESTED_MODEL_TYPES
+from coatcheck.workers.model.known_architectures import TESTED_MODEL_TYPES, fill_class_defaults
 
 if TYPE_CHECKING:
     from coatcheck.workers.gguf.converter import Conversion
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # old Hugging Face model ids have no owner
+
+# A config.json without one of these is incomplete: the default of its class is the size of another model.
+_SIZES: Final = frozenset(
+    {
+        "d_model", "ffn_hidden_size", "hidden_size", "intermediate_size", "max_position_embeddings",
+        "n_ctx", "n_embd", "n_head", "n_layer", "n_positions", "num_attention_heads", "num_heads", "num_hidden_layers",
+        "num_layers", "vocab_size",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +111,13 @@ class ModelConfig:
         return value
 
 
-def fill_defaults(model: ModelConfig) -> ModelConfig:
-    """The config with its class's defaults for missing fields. Unchanged for a model type without tests."""
-    if model.model_type not in TESTED_MODEL_TYPES:
-        return model
-    defaults = CONFIG_DEFAULTS[model.model_type]
-    return replace(model, values={name: value for name, value in defaults.items() if value is not None} | model.values)
+def fill_defaults(model: ModelConfig, *, with_sizes: bool = True) -> ModelConfig:
+    """The config with its class's defaults for missing fields. `with_sizes`: also for the sizes that every published
+    config.json has."""
+    filled = fill_class_defaults(model.model_type, model.values)
+    if not with_sizes:
+        filled = {name: value for name, value in filled.items() if name not in _SIZES or name in model.values}
+    return replace(model, values=filled)
 
 
 def read_config(model: str) -> bytes:

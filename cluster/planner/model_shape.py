@@ -30,8 +30,13 @@ _OTHER_STATE: Final = (
     "ssm_state_size",
     "state_size",
 )
+# Families whose full attention has wider heads than attention with a window.
+_WIDE_HEADS: Final = frozenset({"gemma4_text", "gemma4_unified_text"})
 # Every n-th layer has full attention, for families whose config.json may lack layer_types.
-_PATTERNS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gemma3n_text": 5, "gemma4_text": 6, "cohere2": 4}
+_PATTERNS: Final = {
+    "gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gemma3n_text": 5, "gemma4_text": 6, "gemma4_unified_text": 6,
+    "cohere2": 4,
+}  # fmt: skip
 # Families whose decoder layers hold several attentions.
 ATTENTIONS_PER_LAYER: Final = {"longcat_flash": 2}
 # Families with more KV heads in layers with a sliding window, and how many times as many.
@@ -72,7 +77,7 @@ class ModelShape:
             )
         windows = _windows_by_layer(config, hybrid)
         layer, expanded = _attention_layer(config) if windows else (NO_ATTENTION, NO_ATTENTION)
-        shapes = _shapes_by_layer(config, len(windows))
+        shapes = _shapes_by_layer(config, windows)
         for own, source in zip(shapes, _kv_sources(config, windows), strict=True):
             own["kv_source"] = source
         dtype = str(config.values.get("dtype") or config.values.get("torch_dtype") or "")
@@ -173,19 +178,20 @@ def _given_counts(config: ModelConfig, names: dict[str, str]) -> dict[str, Any]:
     return {ours: config.count(name) for ours, name in names.items() if config.values.get(name) is not None}
 
 
-def _shapes_by_layer(config: ModelConfig, num_layers: int) -> list[dict[str, Any]]:
+def _shapes_by_layer(config: ModelConfig, windows: Sequence[int]) -> list[dict[str, Any]]:
     """For each layer, the fields of LayerSpec in which it differs from the others.
 
     Gemma 4's layers with full attention have fewer KV heads, and wider heads. Newer config.json files give these fields
     for each layer, older ones for the kind of layer.
     """
-    values = config.values
+    values, num_layers = config.values, len(windows)
+    by_layer = values.get("per_layer_config")
     wide = _given_counts(config, dict(head_dim="global_head_dim"))
+    if config.model_type in _WIDE_HEADS and not isinstance(by_layer, dict):
+        wide = dict(head_dim=512) | wide
     if values.get("attention_k_eq_v"):
         wide |= _given_counts(config, dict(num_kv_heads="num_global_key_value_heads"))
-    kinds = values.get("layer_types")
-    shapes = [dict(wide) if isinstance(kinds, list) and kinds[i] == "full_attention" else {} for i in range(num_layers)]
-    by_layer = values.get("per_layer_config")
+    shapes: list[dict[str, Any]] = [{} if window else dict(wide) for window in windows]
     for index, own in by_layer.items() if isinstance(by_layer, dict) else ():
         if str(index).isdecimal() and int(index) < num_layers and isinstance(own, dict):
             one = ModelConfig(config.name, own)

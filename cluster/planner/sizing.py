@@ -65,8 +65,7 @@ class Sizing:
     def of(cls, settings: PlanSettings) -> Self:
         """Raise InvalidModel if config.json lacks a size, InvalidConfig if a setting does not fit the model."""
         config = ModelConfig.open(settings.model)
-        if config.is_multimodal:  # their text_config is published without fields that have the class's default
-            config = fill_defaults(config)
+        config = fill_defaults(config, with_sizes=config.is_multimodal)  # their text_config is published without sizes
         if not config.is_multimodal:
             check_causal(config.name, config.model_type)
         shape = ModelShape.of(config)

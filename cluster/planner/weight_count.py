@@ -25,24 +25,21 @@ from coatcheck.workers.distributed.tp_shard import TpShard
 # Families whose MLP has two matrices instead of three.
 _UNGATED: Final = frozenset(
     {
-        "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron",
-        "nemotron_h", "opt", "phi", "starcoder2",
+        "apertus", "arcee", "biogpt", "bloom", "codegen", "ctrl", "falcon", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo",
+        "gpt_neox", "gptj", "jais2", "mpt", "nanochat", "nemotron", "nemotron_h", "opt", "persimmon", "phi",
+        "starcoder2",
     }
 )  # fmt: skip
-# Families that tie the head to the embedding if config.json lacks tie_word_embeddings.
-_TIED: Final = frozenset(
+# Families that read the number of dense first layers from config.json. Others ignore the field.
+_READ_FIRST_DENSE: Final = frozenset(
     {
-        "biogpt", "bloom", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "ernie4_5",
-        "ernie4_5_moe", "falcon", "falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text",
-        "gemma4_text", "gemma4_unified_text", "gpt2", "gpt_bigcode", "gpt_neo", "granite_swa", "jetmoe", "lfm2",
-        "lfm2_moe", "lfm3", "mamba", "minicpm3", "modernbert-decoder", "mpt", "opt", "smollm3", "starcoder2",
-        "vaultgemma", "youtu", "zamba2",
+        "afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "kimi_linear",
+        "lfm2_moe", "mistral4",
     }
 )  # fmt: skip
-# Families whose first layers have a dense MLP, if config.json does not say.
-FIRST_DENSE: Final = {
-    "afmoe": 1, "axk1": 1, "deepseek_v3": 3, "exaone_moe": 1, "glm4_moe": 1, "glm4_moe_lite": 1, "hy_v3": 1,
-    "kimi_linear": 1, "laguna": 1, "lfm2_moe": 2, "mimo_v2_flash": 1,
+# Families whose config class computes that the first layers are dense, if config.json does not say.
+_FIRST_DENSE: Final = {
+    "axk1": 1, "exaone_moe": 1, "glm4_moe_lite": 1, "hy_v3": 1, "kimi_linear": 1, "laguna": 1, "mimo_v2_flash": 1,
 }  # fmt: skip
 # Families whose query projection has a gate for each head's output.
 _GATED_ATTENTION: Final = frozenset({"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"})
@@ -107,9 +104,8 @@ class WeightCount:
 
 
 def ties_head(config: ModelConfig) -> bool:
-    """Whether config.json, or the default of its family, ties the head to the embedding."""
-    tied = config.values.get("tie_word_embeddings")
-    return config.model_type in _TIED if tied is None else bool(tied)
+    """Whether the head is tied to the embedding."""
+    return bool(config.values.get("tie_word_embeddings"))
 
 
 def _layer_weights(
@@ -225,7 +221,7 @@ def _inner_size(config: ModelConfig, hidden: int, index: int, layer: LayerSpec) 
     if config.model_type == "llama4_text":
         return config.count("intermediate_size_mlp", default=16384)
     default = 4 * hidden if config.model_type in _UNGATED else None  # that of these families' config classes
-    return config.count("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", default=default)
+    return config.count("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "dff", default=default)
 
 
 def _adjusted_size(config: ModelConfig) -> int:
@@ -280,6 +276,8 @@ def _num_identities(config: ModelConfig) -> int:
 def has_experts(config: ModelConfig, index: int) -> bool:
     """Whether the layer has experts, in families whose layers all have an MLP."""
     without = config.values.get("mlp_only_layers")
+    if without is None and config.model_type == "flint":
+        without = [0, 1]
     if not _num_experts(config) or (isinstance(without, list) and index in without):
         return False
     if config.model_type == "gemma4_text" and not config.values.get("enable_moe_block"):
@@ -299,10 +297,12 @@ def has_experts(config: ModelConfig, index: int) -> bool:
         offset = config.number("expert_layer_offset", default=1)
         return index % config.count("expert_layer_period", default=2) == offset
     every = ("decoder_sparse_step", "interleave_moe_layer_step")  # the last of every `step` layers
-    step = config.count(*every, "moe_layer_freq", default=1)
     if any(config.values.get(name) is not None for name in every):
-        return (index + 1) % step == 0
-    first = config.number("first_k_dense_replace", "num_dense_layers", default=FIRST_DENSE.get(config.model_type, 0))
+        return (index + 1) % config.count(*every) == 0
+    first = _FIRST_DENSE.get(config.model_type, 0)
+    if config.model_type in _READ_FIRST_DENSE:
+        first = config.number("first_k_dense_replace", "num_dense_layers", default=first)
+    step = config.count("moe_layer_freq", default=1) if config.model_type == "axk1" else 1
     return index >= first and index % step == 0
 
 

@@ -1,10 +1,12 @@
-"""What transformers supports: model types, causal models, and the config.json fields of the tested model types.
+"""What transformers supports: model types, causal models, and the fields of config.json with their defaults.
 
 `coatcheck serve` checks config.json against these before Ray starts. This module does not import transformers, because
-that imports torch and takes seconds. It reads the names of model types from transformers' source files. The fields are
-in tables here. A test compares the tables with the installed transformers.
+that imports torch and takes seconds. It reads the names of model types and the defaults of their fields from
+transformers' source files. The JSON types of the fields of tested model types are in tables here. A test compares both
+with the installed transformers.
 """
 
+import ast
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -94,43 +96,6 @@ CONFIG_FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
     | {"attention_bias": "bool", "norm_topk_prob": "bool", "mlp_only_layers": "list|None"},
 }
 
-_SIZES: Final = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "max_position_embeddings",
-)  # fmt: skip
-_LATENT_DEFAULTS: Final = dict(
-    kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
-)
-# By model type: the defaults of the fields that the checks read and config.json may omit.
-CONFIG_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    model_type: dict(zip(_SIZES, sizes, strict=True)) | others
-    for model_type, sizes, others in (
-        ("deepseek_v2", (102400, 4096, 11008, 32, 32, None, 2048),
-         _LATENT_DEFAULTS | dict(n_routed_experts=64, moe_intermediate_size=1407, topk_method="greedy",
-                                 first_k_dense_replace=0)),
-        ("deepseek_v3", (129280, 7168, 18432, 61, 128, 128, 4096),
-         _LATENT_DEFAULTS | dict(n_routed_experts=256, moe_intermediate_size=2048, num_experts_per_tok=8, n_group=8,
-                                 topk_group=4, first_k_dense_replace=3)),
-        ("gemma2", (256000, 2304, 9216, 26, 8, 4, 8192),
-         dict(head_dim=256, sliding_window=4096, tie_word_embeddings=True)),
-        ("gemma3_text", (262208, 2304, 9216, 26, 8, 4, 131072),
-         dict(head_dim=256, sliding_window=4096, tie_word_embeddings=True)),
-        ("granite", (32000, 4096, 11008, 32, 32, None, 2048), {}),
-        ("llama", (32000, 4096, 11008, 32, 32, None, 2048), {}),
-        ("mistral", (32000, 4096, 14336, 32, 32, 8, 131072), dict(sliding_window=4096)),
-        ("mixtral", (32000, 4096, 14336, 32, 32, 8, 131072), dict(num_experts_per_tok=2, num_local_experts=8)),
-        ("olmo2", (50304, 4096, 11008, 32, 32, None, 2048), {}),
-        ("phi3", (32064, 3072, 8192, 32, 32, None, 4096), dict(original_max_position_embeddings=4096)),
-        ("qwen2", (151936, 4096, 22016, 32, 32, 32, 32768),
-         dict(use_sliding_window=False, sliding_window=4096, max_window_layers=28)),
-        ("qwen3", (151936, 4096, 22016, 32, 32, 32, 32768),
-         dict(head_dim=128, use_sliding_window=False, sliding_window=4096, max_window_layers=28)),
-        ("qwen3_moe", (151936, 2048, 6144, 24, 32, 4, 32768),
-         dict(use_sliding_window=False, sliding_window=4096, moe_intermediate_size=768, num_experts=128,
-              num_experts_per_tok=8, decoder_sparse_step=1)),
-    )
-}  # fmt: skip
-
 # Model types whose parity tests cover every usual config.json. For these the checks of model_rules.py suffice. A model
 # of another type must be built without weights to find out whether it can be served (meta_model.py).
 TESTED_MODEL_TYPES: Final = frozenset(CONFIG_FIELDS)
@@ -174,6 +139,45 @@ def check_causal(name: str, model_type: str) -> None:
         )
 
 
+def fill_class_defaults(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config.json, and the defaults of the config class for those that config.json lacks.
+
+    Leaves out a field that config.json has under another name, and a default that is null or computed. Unchanged for a
+    model type whose config class cannot be read.
+    """
+    defaults, other_names = _class_defaults(model_type)
+    given = {other_names.get(name, name) for name in values}
+    return {name: value for name, value in defaults.items() if name not in given} | dict(values)
+
+
+@cache
+def _class_defaults(model_type: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """({field of the config class: its default}, {other name of a field: its name}), from transformers' source."""
+    name, models = _config_classes().get(model_type), _transformers_folder() / "models"
+    own = models / model_type.replace("-", "_")  # most model types have a folder of their name
+    for file in (*own.glob("configuration_*.py"), *sorted(models.glob("*/configuration_*.py"))):
+        source = file.read_text(encoding="utf-8")
+        if name is not None and f"\nclass {name}(" in source:
+            classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+            return _read_class(classes[name])
+    return {}, {}
+
+
+def _read_class(config_class: ast.ClassDef) -> tuple[dict[str, Any], dict[str, str]]:
+    """See `_class_defaults`."""
+    defaults: dict[str, Any] = {}
+    other_names: dict[str, str] = {}
+    for node in config_class.body:
+        try:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+                defaults[node.target.id] = ast.literal_eval(node.value)
+            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "attribute_map":
+                other_names = ast.literal_eval(node.value)
+        except ValueError:  # not a literal
+            continue
+    return {name: value for name, value in defaults.items() if value is not None}, other_names
+
+
 @cache
 def _config_classes() -> dict[str, str]:
     """Model type -> config class; empty if transformers' tables cannot be read."""
@@ -190,8 +194,12 @@ def _causal_types() -> frozenset[str]:
 
 def _read_source(file: str) -> str:
     """The text of a file in transformers/models/auto; "" if it cannot be read."""
-    package = util.find_spec("transformers")  # does not import transformers
     try:
-        return (Path(str(package and package.origin)).parent / "models" / "auto" / file).read_text(encoding="utf-8")
+        return (_transformers_folder() / "models" / "auto" / file).read_text(encoding="utf-8")
     except OSError:
         return ""
+
+
+def _transformers_folder() -> Path:
+    package = util.find_spec("transformers")  # does not import transformers
+    return Path(str(package and package.origin)).parent

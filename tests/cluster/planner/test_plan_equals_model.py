@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from coatcheck.cluster.planner.capacity import KvCacheSpec
-from coatcheck.cluster.planner.model_config import ModelConfig
+from coatcheck.cluster.planner.model_config import ModelConfig, fill_defaults
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.plan_table import plan_tables
 from coatcheck.cluster.planner.sizing import Sizing
-from coatcheck.cluster.planner.weight_count import FIRST_DENSE, WeightCount, has_experts, ties_head
+from coatcheck.cluster.planner.weight_count import WeightCount, has_experts, ties_head
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_probe import probe_attention
@@ -133,15 +133,6 @@ def test_layers_with_experts_are_those_of_the_model(model_type: str, fields: dic
     assert {index for index in range(config.num_hidden_layers) if has_experts(planned, index)} == sparse
     counted = WeightCount.of(planned, ModelShape.of(planned).expanded, TpShard(0, 1)).total
     assert counted == pytest.approx(sum(tensor.numel() for tensor in model.parameters()), rel=0.02)
-
-
-@pytest.mark.parametrize("model_type", sorted(FIRST_DENSE.keys() & SERVED.keys() - {"lfm2_moe"}))
-def test_first_dense_layers_by_default(model_type: str) -> None:
-    """config.json may lack the field: a type's own default counts, as in transformers."""
-    config: Any = CONFIG_MAPPING[model_type].from_dict(dict(num_hidden_layers=5))
-    kinds = getattr(config, "mlp_layer_types", None)
-    first = getattr(config, "first_k_dense_replace", getattr(config, "num_dense_layers", None))
-    assert FIRST_DENSE[model_type] == (kinds.count("dense") if kinds else first)
 
 
 def test_a_state_that_gpus_do_not_compute_is_noted(tmp_path: Path) -> None:
@@ -320,7 +311,7 @@ def test_a_stored_head_counts_if_it_differs_from_the_embedding(differs: bool, tm
 def test_heads_are_tied_by_default_as_in_transformers() -> None:
     """For every served type whose config.json lacks tie_word_embeddings, the plan uses the config class's default."""
     defaults = {name: bool(CONFIG_MAPPING[name]().tie_word_embeddings) for name in SERVED}
-    assert {name: ties_head(ModelConfig(name, {"model_type": name})) for name in SERVED} == defaults
+    assert {name: ties_head(fill_defaults(ModelConfig(name, {"model_type": name}))) for name in SERVED} == defaults
 
 
 def test_the_dtype_of_a_multimodal_checkpoint_is_that_of_the_whole(tmp_path: Path) -> None:

@@ -141,7 +141,9 @@ def test_ranks_beyond_the_kv_heads_hold_copies(tmp_path: Path) -> None:
 
 def test_sliding_windows_are_stored_whole_and_read_in_part(tmp_path: Path) -> None:
     """The pool keeps every token of a windowed layer; what a windowed cache would take, and what is read, is less."""
-    gemma = dict(model_type="gemma3_text", sliding_window=1024, num_hidden_layers=12, num_key_value_heads=8)
+    gemma = dict(
+        model_type="gemma3_text", sliding_window=1024, num_hidden_layers=12, num_key_value_heads=8, head_dim=128
+    )
     found = size(tmp_path, config=gemma, context=8192)
     assert [(kind["count"], kind["sliding_window"]) for kind in found["layers"]] == [(10, 1024), (2, 0)]
     assert found["sequence_bytes"] == 12 * 4096 * 8192
