@@ -58,10 +58,6 @@ class Workload:
             self._pooled_hits[blocks] = _pooled_hits(self.chains, blocks)
         return self._pooled_hits[blocks]
 
-    def pooled_hit_ratio(self, blocks: int) -> float:
-        """The share of all prompt tokens that one LRU cache of `blocks` blocks saves."""
-        return sum(self.pooled_hits(blocks)) / sum(entry.input_len for entry in self.entries)
-
     def jobs(self, models: Sequence[ServiceModel], load: float) -> list[SimulatedRequest]:
         """New requests, sped up to `load`. A group's capacity is in proportion to its prefill rate."""
         entries, model = self.entries, models[0]
