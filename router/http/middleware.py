@@ -112,7 +112,8 @@ class RequestGate:
             if message["type"] == "http.response.start":
                 response_headers = MutableHeaders(scope=message)
                 response_headers["x-request-id"] = request_id
-                if scope["path"].startswith(ANTHROPIC_PATH):
+                # Anthropic's clients send anthropic-version to every path, and read only this header.
+                if scope["path"].startswith(ANTHROPIC_PATH) or "anthropic-version" in headers:
                     response_headers["request-id"] = request_id
             await send(message)
 

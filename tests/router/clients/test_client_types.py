@@ -301,6 +301,10 @@ async def test_models_in_anthropic_s_form(start_http_router: StartHttpRouter, mo
     assert listed == {"has_more": False, "first_id": shown["id"], "last_id": shown["id"]}
     assert check(ModelInfo, shown).max_input_tokens == 2048
     assert json.loads((await router.request("GET", f"/v1/models/{shown['id']}", None, headers))[2]) == shown
+    for path, expected in (("/v1/models", 200), ("/v1/models/other", 404)):  # Anthropic's clients read request-id alone
+        status, sent, _ = await router.request("GET", path, None, headers)
+        assert status == expected and sent["request-id"] == sent["x-request-id"]
+    assert "request-id" not in (await router.request("GET", "/v1/models"))[1]
 
 
 async def test_other_responses(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
