@@ -41,6 +41,7 @@ from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub, GenerationStub
 
 _ADDRESSES_FORM = f"HOST:PORT such as {DEFAULT_ADDRESS!r}, or a list of at least one"
 API_KEY_VARIABLE = "COATCHECK_API_KEY"
+CLOSED_DURING_CALL = "the client was closed during the call"
 _MAX_EMBED_CALLS = 64  # at a time: a router refuses calls beyond its max_queued, by default 1024
 
 OPTIONS = [
@@ -137,7 +138,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close every channel and end the streams on them. A closed client takes no more calls."""
+        """Close every channel. Calls that run raise RuntimeError, and so does every later call."""
         self._is_closed = True
         channels, self._channels = self._channels, {}
         for channel in channels.values():
@@ -316,6 +317,12 @@ class AsyncClient:
             self._channels[address] = self._credentials.channel(address, OPTIONS)
         return self._channels[address]
 
+    def _check_not_closed(self) -> None:
+        """After a cancellation: raise RuntimeError if `close` has caused it, by closing the call's channel."""
+        task = asyncio.current_task()
+        if self._is_closed and task is not None and not task.cancelling():
+            raise RuntimeError(CLOSED_DURING_CALL) from None
+
     async def _call(self, stub_class: Any, method: str, request: object, timeout: float | None) -> Any:
         """One unary call to `address`. Raises InvalidRequest for `timeout`, and the CoatcheckError of its status."""
         check_timeout(timeout)
@@ -325,6 +332,9 @@ class AsyncClient:
             return await call(request, timeout=timeout, metadata=self._credentials.metadata)
         except grpc.aio.AioRpcError as error:
             raise explain_error(error, address, timeout) from None
+        except asyncio.CancelledError:
+            self._check_not_closed()
+            raise
 
     async def _stream_from_router(
         self, address: str, request: pb.GenerateRequest, deadline: float | None
@@ -335,6 +345,9 @@ class AsyncClient:
         try:
             async for event in call:
                 yield event
+        except asyncio.CancelledError:
+            self._check_not_closed()
+            raise
         finally:
             # A caller that stops iterating must not leave the request running.
             call.cancel()

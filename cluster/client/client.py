@@ -11,9 +11,10 @@ Every call runs on an event loop in the client's own thread, so several threads 
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
-from coatcheck.cluster.client.async_client import AsyncClient, AsyncGenerationStream
+from coatcheck.cluster.client.async_client import CLOSED_DURING_CALL, AsyncClient, AsyncGenerationStream
 from coatcheck.cluster.client.credentials import Credentials
 from coatcheck.cluster.client.request_builder import Conversation, Prompt, RequestOptions
 from coatcheck.cluster.client.results import GenerationChunk, GenerationResult
@@ -77,6 +78,8 @@ class Client:
     ) -> None:
         self._client = AsyncClient(addresses, credentials, **options)
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()  # no call is begun once `close` has
+        self._is_closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="coatcheck-client", daemon=True)
         self._thread.start()
 
@@ -87,10 +90,14 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close every channel and end the client's thread. A closed client takes no more calls."""
-        if self._loop.is_closed():
-            return
-        self._run(self._client.close())
+        """Close every channel and end the client's thread. Calls that run in other threads raise RuntimeError, and so
+        does every later call."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            closed = asyncio.run_coroutine_threadsafe(self._end_calls(), self._loop)
+        closed.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -163,14 +170,24 @@ class Client:
         """The served model: name, context length, block size, types and sampling defaults."""
         return self._run(self._client.get_model(timeout=timeout))
 
+    async def _end_calls(self) -> None:
+        await self._client.close()
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        for call in calls:  # those that wait between two routers, for example
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
     def _run(self, call: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the client's event loop and wait for it. Ctrl-C cancels it."""
-        if self._loop.is_closed():
-            call.close()
-            raise RuntimeError("the client is closed")
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        with self._lock:
+            if self._is_closed:
+                call.close()
+                raise RuntimeError("the client is closed")
+            future = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise RuntimeError(CLOSED_DURING_CALL) from None
         except BaseException:
             future.cancel()
             raise

@@ -72,6 +72,12 @@ class FakeRouter(GenerationServicer):
             await self._arrived.wait()
             self._arrived.clear()
 
+    async def requested(self, count: int) -> None:
+        """Wait until `count` streams have come."""
+        while len(self.requests) < count:
+            await self._arrived.wait()
+            self._arrived.clear()
+
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
         return pb.GetModelResponse(name="fake", vocab_size=100, max_model_len=4096, fingerprint=self.fingerprint)
 

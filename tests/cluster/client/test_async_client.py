@@ -383,6 +383,18 @@ async def test_leaving_early_cancels() -> None:
         await asyncio.wait_for(router.left.wait(), MAX_WAIT_SECONDS)
 
 
+async def test_closing_ends_the_calls_that_run() -> None:
+    """A stream that waits for a token raises RuntimeError, and no CancelledError as if its task were cancelled."""
+    async with FakeRouter() as router:
+        router.stalls_after = 2
+        client = AsyncClient([router.address])
+        call = asyncio.create_task(client.generate("a", max_tokens=9))
+        await asyncio.wait_for(router.crowded(1), MAX_WAIT_SECONDS)
+        await client.close()
+        with pytest.raises(RuntimeError, match="the client was closed during the call"):
+            await asyncio.wait_for(call, MAX_WAIT_SECONDS)
+
+
 async def test_a_closed_client_takes_no_calls() -> None:
     """After `close` every call raises RuntimeError, and the router gets no request."""
     async with FakeRouter() as router:
