@@ -252,6 +252,11 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
     "qwen3": GgufFamily("qwen3", fields.qwen3, names.QWEN3),
     "qwen2moe": GgufFamily("qwen2_moe", expert_fields.qwen2_moe, names.QWEN2_MOE),
     "qwen3moe": GgufFamily("qwen3_moe", expert_fields.qwen3_moe, names.QWEN3_MOE),
+    # The text models of Qwen-VL. Their rotary sections (one each for time, height and width) have the same positions in
+    # texts, which makes them one.
+    "qwen2vl": GgufFamily("qwen2", fields.qwen, names.LLAMA),
+    "qwen3vl": GgufFamily("qwen3", fields.qwen3, names.QWEN3),
+    "qwen3vlmoe": GgufFamily("qwen3_moe", expert_fields.qwen3_moe, names.QWEN3_MOE),
     "qwen3next": _QWEN3_NEXTS[False],
     "qwen35": GgufFamily("qwen3_5_text", state_fields.qwen35, names.QWEN35, **_DELTA_NET),
     "qwen35moe": GgufFamily("qwen3_5_moe_text", state_fields.qwen35_moe, names.QWEN35_MOE, **_DELTA_NET),

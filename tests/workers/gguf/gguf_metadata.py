@@ -94,6 +94,10 @@ def add_fields(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) ->
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if arch == "gemma3n":
         _add_gemma3n_fields(writer, config)
+    if "vl" in arch:
+        writer.add_rope_dimension_sections([8, 12, 12, 0])
+    if arch.startswith("qwen3vl"):
+        writer.add_num_deepstack_layers(3)
     if "mrope_section" in rope:
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     if rope.get("rope_type") == "yarn":
