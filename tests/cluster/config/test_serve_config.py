@@ -268,8 +268,15 @@ def test_what_the_config_leaves_open_is_the_ranks_affair(tmp_path: Path) -> None
     """A scaled context may be asked for, and a config.json with fields of other names is not refused."""
     write_config(tmp_path, LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})
     check_model(ServeConfig.build({"model": str(tmp_path), "max_model_len": 400_000}))
-    write_config(tmp_path, {"model_type": "bloom"})
+    write_config(tmp_path, {"model_type": "bloom", "n_head": 12})
     check_model(ServeConfig.build({"model": str(tmp_path), "tp": 3, "kv_memory": "64KiB"}))
+
+
+def test_a_field_that_the_config_lacks_has_the_default_of_its_class(tmp_path: Path) -> None:
+    """A bloom of no fields has the eight heads that transformers gives it, which three ranks cannot divide."""
+    write_config(tmp_path, {"model_type": "bloom"})
+    with pytest.raises(InvalidConfig, match=r"tp 3 does not divide the attention heads \(8\)"):
+        check_model(ServeConfig.build({"model": str(tmp_path), "tp": 3, "kv_memory": "64KiB"}))
 
 
 def test_the_model_is_named_after_its_directory(tmp_path: Path) -> None:
