@@ -381,29 +381,3 @@ async def test_leaving_early_cancels() -> None:
         await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
         await asyncio.wait_for(router.left.wait(), MAX_WAIT_SECONDS)
-
-
-async def test_closing_ends_the_calls_that_run() -> None:
-    """A stream that waits for a token raises RuntimeError, and no CancelledError as if its task were cancelled."""
-    async with FakeRouter() as router:
-        router.stalls_after = 2
-        client = AsyncClient([router.address])
-        call = asyncio.create_task(client.generate("a", max_tokens=9))
-        await asyncio.wait_for(router.crowded(1), MAX_WAIT_SECONDS)
-        await client.close()
-        with pytest.raises(RuntimeError, match="the client was closed during the call"):
-            await asyncio.wait_for(call, MAX_WAIT_SECONDS)
-
-
-async def test_a_closed_client_takes_no_calls() -> None:
-    """After `close` every call raises RuntimeError, and the router gets no request."""
-    async with FakeRouter() as router:
-        async with AsyncClient([router.address]) as client:
-            await client.generate("a", max_tokens=2)
-            stream = client.stream("a", max_tokens=2)  # not sent before it is read
-        await client.close()
-        calls = [stream.read_all(), client.generate("a"), client.chat([]), client.get_model(), client.detokenize([1])]
-        for call in [*calls, client.tokenize("a"), client.explain("a")]:
-            with pytest.raises(RuntimeError, match="the client is closed"):
-                await call
-    assert len(router.requests) == 1

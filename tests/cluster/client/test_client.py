@@ -276,29 +276,6 @@ def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
         client.generate("a", max_token=9)  # type: ignore[call-arg]
 
 
-def test_a_closed_client_says_so() -> None:
-    """A call on a closed client raises, and closing twice is allowed."""
-    client = coatcheck.Client()
-    client.close()
-    client.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        client.get_model()
-
-
-@pytest.mark.parametrize("is_lost", [False, True])
-async def test_closing_ends_the_calls_of_other_threads(is_lost: bool) -> None:
-    """A call that waits for a token, or for a router to come back, raises RuntimeError when the client is closed."""
-    async with FakeRouter(losses=[3] * 1000 if is_lost else None) as router:
-        router.stalls_after = None if is_lost else 2
-        client = coatcheck.Client(router.address, max_resumes=999, resume_timeout=MAX_WAIT_SECONDS)
-        call = asyncio.create_task(asyncio.to_thread(client.generate, "a", max_tokens=900))
-        async with asyncio.timeout(MAX_WAIT_SECONDS):
-            await router.requested(4 if is_lost else 1)
-            await asyncio.to_thread(client.close)
-            with pytest.raises(RuntimeError, match="the client (was closed during the call|is closed)"):
-                await call
-
-
 def test_import_brings_in_no_libraries() -> None:
     """`import coatcheck` loads neither torch nor gRPC; each name is there, and an unknown one raises AttributeError."""
     program = "import sys, coatcheck; print({'torch', 'grpc', 'ray'} & set(sys.modules), dir(coatcheck))"
